@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import soundfile
+from PIL import Image as Pixels
 
 from palaver.chat.media_expander import MediaExpander
 from palaver.chat.model import Model
@@ -22,17 +23,21 @@ from palaver.formats.loader import load_format
 from palaver.formats.tokenizer import load_tokenizer
 from palaver.generation import Prompt
 from palaver.media import MediaDecoder
-from palaver.messages import Audio, Image, Message, Part, Role, Text
+from palaver.messages import Audio, Image, Message, Part, Role, Text, Video
 from palaver.sampling import Sampling
+from tests import media_files
 from tests.engines.generate import continued, run
 from tests.engines.media_models import FAMILIES, RATE, build
 from tests.engines.media_reference import Library, picture, sound
 
 COUNT = 8
+FILM = media_files.video(seconds=2.0, audio_codec=None, frames_per_second=40)
+"""A video without sound, of two seconds: another grey in each."""
 Conversation = list[dict[str, Any]]
 
 NOT_COMPARED = {
-    "videos": "The library's video processors need torchvision. Here a video is its frames, which are pictures.",
+    "videos as videos": "The library's video processors need torchvision. Here a video is its frames, and "
+    "compared with the library as these pictures.",
     "resizing of LFM2-VL and Phi-4 multimodal": "Their image processors need torchvision. Both sides use the stand-in "
     "of image_functions.py, which is compared with Pillow.",
     "sounds of different lengths in Qwen3-Omni and Phi-4 multimodal": "The library pads the sounds of a prompt to the "
@@ -131,10 +136,16 @@ async def test_says_what_the_library_says(family: str, tmp_path: Path, expander:
     for place, kind in enumerate(FAMILIES[family].takes):
         one, other = expected[3 * place : 3 * place + 2]
         assert one.ids != other.ids, f"the model's tokens don't depend on the {kind}"
+    asked = [messages(conversation) for conversation in spoken]
+    if "image" in FAMILIES[family].takes:
+        frames = [{"type": "image", "image": Pixels.fromarray(frame)} for frame in expander.decoder.video(FILM).frames]
+        assert len(frames) == 2
+        expected.append(library.generate([turn("user", *frames, words("What?"))], COUNT))
+        asked.append([Message(Role.USER, (Video("video/mp4", FILM), Text("What?")))])
     greedy = Sampling(temperature=0, max_tokens=COUNT, banned_ids=library.control_ids)
     async with open_model(tmp_path / family, expander) as model:
         assert set(FAMILIES[family].takes) <= set(model.engine.info.media)
-        prompts = [await asyncio.to_thread(model.render, messages(conversation)) for conversation in spoken]
+        prompts = [await asyncio.to_thread(model.render, one) for one in asked]
         assert [prompt.context_ids for prompt in prompts] == [reply.prompt_ids for reply in expected]
         together = await asyncio.gather(*(run(model.engine, prompt, greedy) for prompt in prompts))
         for reply, out in zip(expected, together, strict=True):

@@ -35,6 +35,12 @@ from tests.store.exports import CLAUDE, archive
         (["/collapse true"], "Thoughts are collapsed", {}),
         (["/stop END", "/stop null"], "stop: none", {}),
         (["/system Be brief.", "/system none"], "No system prompt", {}),
+        (
+            ["/set max_frames 8", "/set stack_frames 2"],
+            "stack_frames = 2",
+            {"media": {"max_frames": 8, "stack_frames": 2}},
+        ),
+        (["/set max_frames 8", "/set max_frames default"], "max_frames = default", {}),
     ],
 )
 async def test_the_words_that_users_type(
@@ -50,6 +56,7 @@ async def test_the_words_that_users_type(
 @pytest.mark.parametrize(
     ("line", "shown"),
     [
+        ("/set max_frames 0", "max_frames must be from 1 to 256 (got '0')."),
         ("/set foo 1", "Unknown parameter 'foo'. Known parameters: temperature,"),
         ("/set temprature 1", "Unknown parameter 'temprature'. Did you mean 'temperature'?"),
         ("/top_p 7", "top_p must be between 0 and 1 (got 7.0)."),

@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
-from collections.abc import Iterator
+import io
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import anthropic
 import httpx
 import openai
 import pytest
+import soundfile
 
+from palaver.chat.engine_spec import LoadOptions
+from palaver.chat.model import Model
+from palaver.chat.model_loader import ModelLoader
+from palaver.chat.reply_stream import ReplyRequest
+from palaver.events import ThinkingDelta
+from palaver.messages import Image, Message, Role, Text
+from palaver.models.resolver import resolve_folder
+from palaver.sampling import Sampling
+from palaver.voice.base import SAMPLE_RATE, VoiceSettings
+from palaver.voice.espeak import Espeak
 from tests import media_files
 from tests.server.live_server import LiveServer
 from tests.server.socket.client import GREEDY, connect_client
@@ -45,6 +60,14 @@ def image_url(data: bytes = PICTURE) -> dict[str, Any]:
 INPUT_AUDIO = {"type": "input_audio", "input_audio": {"data": encoded(SOUND), "format": "wav"}}
 
 
+def spoken(words: str) -> dict[str, Any]:
+    """The words, said by espeak-ng."""
+    file = io.BytesIO()
+    samples = Espeak().synthesize(words, "en", VoiceSettings(), lambda: False)
+    soundfile.write(file, samples, SAMPLE_RATE, format="WAV")
+    return {"type": "input_audio", "input_audio": {"data": encoded(file.getvalue()), "format": "wav"}}
+
+
 def test_openais_sdk_sends_pictures_and_sound(sdk: openai.OpenAI) -> None:
     def ask(*parts: Any, **fields: Any) -> Any:
         messages: Any = [{"role": "user", "content": [*parts, {"type": "text", "text": WHAT}]}]
@@ -60,6 +83,9 @@ def test_openais_sdk_sends_pictures_and_sound(sdk: openai.OpenAI) -> None:
     assert again.usage.prompt_tokens_details.cached_tokens >= again.usage.prompt_tokens - 1
     heard = ask(INPUT_AUDIO)
     assert heard.usage.prompt_tokens > words
+    number: Any = [{"role": "user", "content": [spoken("forty two"), {"type": "text", "text": "Which number is it?"}]}]
+    reply = sdk.chat.completions.create(model="sprout-omni", messages=number, temperature=0)
+    assert "42" in (reply.choices[0].message.content or "")
     file = {"type": "file", "file": {"file_data": f"data:application/pdf;base64,{encoded(PDF)}", "filename": "a.pdf"}}
     both = ask(image_url(), INPUT_AUDIO, file)
     assert both.usage.prompt_tokens > seen.usage.prompt_tokens + heard.usage.prompt_tokens - words
@@ -128,6 +154,154 @@ def test_a_text_model_refuses_them_in_one_sentence(client: openai.OpenAI, part: 
     with pytest.raises(openai.BadRequestError) as caught:
         client.responses.create(model="sprout", input=[{"role": "user", "content": [item]}])
     assert refusal in str(caught.value)
+
+
+def test_answers_about_a_picture_follow_a_schema(sdk: openai.OpenAI) -> None:
+    messages: Any = [{"role": "user", "content": [image_url(), {"type": "text", "text": WHAT}]}]
+    colour = {"type": "string", "enum": ["blue", "green", "red"]}
+    schema = {"type": "object", "properties": {"colour": colour}, "required": ["colour"], "additionalProperties": False}
+    format: Any = {"type": "json_schema", "json_schema": {"name": "colour", "schema": schema}}
+    reply = sdk.chat.completions.create(model="sprout-omni", messages=messages, temperature=0, response_format=format)
+    assert json.loads(reply.choices[0].message.content or "") == {"colour": "red"}
+
+
+def test_a_tool_is_called_about_a_picture(sdk: openai.OpenAI) -> None:
+    colour = {"type": "string", "enum": ["blue", "green", "red"]}
+    parameters = {"type": "object", "properties": {"colour": colour}, "required": ["colour"]}
+    tools: Any = [
+        {"type": "function", "function": {"name": "paint", "description": "Paints.", "parameters": parameters}}
+    ]
+    messages: list[Any] = [{"role": "user", "content": [image_url(), {"type": "text", "text": WHAT}]}]
+    asked = {"model": "sprout-omni", "tools": tools, "temperature": 0}
+    reply = sdk.chat.completions.create(messages=messages, tool_choice="required", **asked)
+    (call,) = reply.choices[0].message.tool_calls or ()
+    assert call.type == "function"
+    assert (call.function.name, json.loads(call.function.arguments)) == ("paint", {"colour": "red"})
+    messages += [reply.choices[0].message, {"role": "tool", "tool_call_id": call.id, "content": "Painted."}]
+    after = sdk.chat.completions.create(messages=messages, **asked)
+    assert after.choices[0].message.content
+    assert after.usage is not None
+    assert after.usage.prompt_tokens_details is not None
+    assert (after.usage.prompt_tokens_details.cached_tokens or 0) > reply.usage.prompt_tokens  # type: ignore[union-attr]
+
+
+async def check_cuts(model: Model, cuts: Sequence[int]) -> None:
+    """A reply about a picture that is stopped while it thinks goes on as the uncut one."""
+    asked = Message(Role.USER, (Image("image/png", PICTURE), Text(WHAT)))
+    request = ReplyRequest((asked,), Sampling(temperature=0.8, seed=3))
+    async with await asyncio.to_thread(model.stream_reply, request) as stream:
+        async for _ in stream:
+            pass
+        uncut = stream.reply()
+    assert "red" in uncut.message.thinking
+    assert "red" in uncut.message.text
+    assert "<think>" not in uncut.message.text
+    for cut in cuts:
+        count = 0
+        async with await asyncio.to_thread(model.stream_reply, request) as stream:
+            async for event in stream:
+                count += isinstance(event, ThinkingDelta)
+                if count == cut:
+                    stream.stop()
+            stopped = stream.reply()
+        assert stopped.message.thinking
+        assert len(stopped.token_ids) < len(uncut.token_ids)
+        async with await asyncio.to_thread(model.continue_reply, stopped) as stream:
+            async for _ in stream:
+                pass
+            assert stream.reply().token_ids == uncut.token_ids, cut
+
+
+def test_a_thought_about_a_picture_goes_on_as_uncut(omni: LiveServer) -> None:
+    omni.run_in_loop(lambda: check_cuts(omni.service.models.current(), (1, 4)))
+
+
+async def test_a_template_may_open_the_thought(tmp_path: Path) -> None:
+    """A copy of the model whose prompt ends inside of the thought."""
+    for file in resolve_folder("sprout-omni").iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    template = tmp_path / "chat_template.jinja"
+    text = template.read_text()
+    template.unlink()
+    template.write_text(
+        text + "{%- if add_generation_prompt and enable_thinking is not false %}{{- '<think>\\n' -}}{%- endif -%}"
+    )
+    model = await ModelLoader(LoadOptions()).load(str(tmp_path), lambda *_: None)
+    try:
+        await check_cuts(model, (2,))
+    finally:
+        await model.engine.close()
+        model.media.decoder.close()
+
+
+DATA_VIDEO = f"data:video/mp4;base64,{encoded(VIDEO)}"
+
+
+@pytest.mark.parametrize("door", ["chat", "responses", "anthropic"])
+def test_every_api_takes_the_parameters_of_media(omni: LiveServer, door: str) -> None:
+    """Fewer frames of a video are fewer tokens; what is out of bounds or unknown is named."""
+    text = {"chat": {"type": "text", "text": WHAT}, "responses": {"type": "input_text", "text": WHAT}}
+    file = {"type": "input_file", "filename": "a.mp4", "file_data": DATA_VIDEO}
+    source = {"type": "base64", "media_type": "video/mp4", "data": encoded(VIDEO)}
+    path, body = {
+        "chat": (
+            "/v1/chat/completions",
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "video_url", "video_url": {"url": DATA_VIDEO}}, text["chat"]]}
+                ],
+                "max_tokens": 2,
+            },
+        ),
+        "responses": (
+            "/v1/responses",
+            {
+                "input": [{"role": "user", "content": [file, text["responses"]]}],
+                "max_output_tokens": 16,
+                "store": False,
+            },
+        ),
+        "anthropic": (
+            "/v1/messages",
+            {
+                "messages": [{"role": "user", "content": [{"type": "document", "source": source}, text["chat"]]}],
+                "max_tokens": 2,
+            },
+        ),
+    }[door]
+
+    def ask(media: dict[str, Any] | None) -> httpx.Response:
+        return httpx.post(omni.url + path, json={**body, "media": media}, timeout=120)
+
+    def tokens(media: dict[str, Any] | None) -> int:
+        usage = ask(media).json()["usage"]
+        counted = ("prompt_tokens",) if door == "chat" else ("input_tokens", "cache_read_input_tokens")
+        return sum(usage.get(name) or 0 for name in counted)
+
+    assert tokens({"max_frames": 1}) < tokens(None) < tokens({"frames_per_second": 2})
+    for wrong, name in (({"max_frames": 0}, "media.max_frames"), ({"frames": 1}, "media.frames")):
+        refused = ask(wrong)
+        assert refused.status_code == 400
+        assert name in refused.text
+
+
+def test_a_tool_result_may_have_a_picture(omni: LiveServer) -> None:
+    source = {"type": "base64", "media_type": "image/png", "data": encoded(PICTURE)}
+    result = {"type": "tool_result", "tool_use_id": "t1", "content": [{"type": "image", "source": source}]}
+    tool = {"name": "look", "input_schema": {"type": "object", "properties": {}}}
+    use = {"type": "tool_use", "id": "t1", "name": "look", "input": {}}
+
+    def ask(server: LiveServer) -> httpx.Response:
+        messages = [
+            {"role": "user", "content": "Look at the picture."},
+            {"role": "assistant", "content": [use]},
+            {"role": "user", "content": [result, {"type": "text", "text": WHAT}]},
+        ]
+        body = {"max_tokens": 200, "temperature": 0, "tools": [tool], "messages": messages}
+        return httpx.post(f"{server.url}/v1/messages", json=body, timeout=120)
+
+    reply = ask(omni).json()
+    assert "red" in "".join(block["text"] for block in reply["content"] if block["type"] == "text"), reply
 
 
 RAW = media_files.tone(1.0).tobytes()

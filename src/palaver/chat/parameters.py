@@ -21,13 +21,14 @@ LOGPROBS = 5
 """The number of alternatives stored for every token of a reply."""
 
 MAX_STACKED_FRAMES = 16
-_MEDIA_LIMITS = {
+MEDIA_LIMITS = {
     "max_slice_nums": (1, 64),
     "use_image_id": (0, 1),
     "stack_frames": (1, MAX_STACKED_FRAMES),
     "frames_per_second": (1, 10),
     "max_frames": (1, 256),
 }
+"""The parameters inside `media`: whole numbers, with their bounds."""
 MAX_SERVERS = 64
 LOOP = "loop"
 """The entry of a reply's options that makes its calls run: its servers, the names of their tools (as offered, with the
@@ -190,9 +191,9 @@ def _media_options(name: str, value: Any) -> Mapping[str, int]:
     if not isinstance(value, Mapping):
         raise BadParameter(name, value, "must be an object")
     for option, number in value.items():
-        if option not in _MEDIA_LIMITS:
-            raise BadParameter(f"{name}.{option}", number, f"must be one of {', '.join(_MEDIA_LIMITS)}")
-        low, high = _MEDIA_LIMITS[option]
+        if option not in MEDIA_LIMITS:
+            raise BadParameter(f"{name}.{option}", number, f"must be one of {', '.join(MEDIA_LIMITS)}")
+        low, high = MEDIA_LIMITS[option]
         if not isinstance(number, int) or not low <= number <= high:
             raise BadParameter(f"{name}.{option}", number, f"must be from {low} to {high}")
     return {option: int(number) for option, number in value.items()}

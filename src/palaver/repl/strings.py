@@ -260,6 +260,14 @@ NO_LIMIT = "no limit"
 NONE = "none"
 RANDOM_SEED = "random"
 OVERFLOW = "when the context is full: refuse (stop and ask) or shorten (drop the oldest messages)"
+MODEL_DEFAULT = "default"
+MEDIA_PARAMETERS = {
+    "max_slice_nums": "into how many slices a picture is cut at most, where the model cuts pictures",
+    "use_image_id": "whether pictures are numbered in the prompt, where the model numbers them",
+    "stack_frames": "frames of each second of a video, all but the first in one picture",
+    "frames_per_second": "frames of each second of a video",
+    "max_frames": "the most frames of a video",
+}
 USE_THINK = "Set this with /think."
 STRINGS_VALUE = "{name}: {values} · {meaning}"
 BAD_QUOTES = 'must be plain text, or text in quotes such as "\\n"'

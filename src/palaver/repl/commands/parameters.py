@@ -10,7 +10,7 @@ from rich.table import Table as Grid
 from rich.text import Text
 
 from palaver.chat.interface import ModelCard
-from palaver.chat.parameters import NAMES
+from palaver.chat.parameters import MEDIA_LIMITS, NAMES
 from palaver.errors import BadParameter, RequestError, UnknownParameter
 from palaver.repl import strings
 from palaver.repl.command_table import ArgumentChoice, CommandGroup
@@ -40,6 +40,7 @@ async def _names(session: Session, arguments: str) -> Iterable[ArgumentChoice]:
         *(ArgumentChoice(one, meaning) for one, meaning in STRINGS.items()),
         *(ArgumentChoice(one, " · ".join(words)) for one, words in CHOICES.items()),
         ArgumentChoice("overflow", strings.OVERFLOW),
+        *(ArgumentChoice(one, strings.MEDIA_PARAMETERS[one]) for one in MEDIA_LIMITS),
     ]
 
 
@@ -106,10 +107,28 @@ async def _set(session: Session, name: str, value: str) -> None:
         current = (await session.cursor.settings()).parameters.get("overflow", "refuse")
         line = strings.PARAMETER_VALUE.format(name="overflow", value=current)
         session.screen.note(f"{line} · {strings.OVERFLOW}")
+    elif name in MEDIA_LIMITS:
+        await _set_media(session, name, value.lower())
     elif name in NAMES:
         raise RequestError(strings.USE_THINK)
     else:
-        raise UnknownParameter(name, value, (*NUMBERS, *STRINGS, *CHOICES, "overflow"))
+        raise UnknownParameter(name, value, (*NUMBERS, *STRINGS, *CHOICES, "overflow", *MEDIA_LIMITS))
+
+
+async def _set_media(session: Session, name: str, value: str) -> None:
+    """One of the numbers inside the parameter `media`."""
+    given = dict((await session.cursor.settings()).parameters.get("media") or {})
+    low, high = MEDIA_LIMITS[name]
+    if value in _RESET_WORDS:
+        given.pop(name, None)
+    elif value:
+        if not value.isascii() or not value.isdigit() or not low <= int(value) <= high:
+            raise BadParameter(name, value, f"must be from {low} to {high}")
+        given[name] = int(value)
+    if value:
+        await session.cursor.set_parameters(media=given or None)
+    line = strings.PARAMETER_VALUE.format(name=name, value=given.get(name, strings.MODEL_DEFAULT))
+    session.screen.note(f"{line} · {low}–{high} · {strings.MEDIA_PARAMETERS[name]}")
 
 
 async def _set_choice(session: Session, name: str, value: str) -> None:

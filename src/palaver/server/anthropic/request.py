@@ -187,6 +187,7 @@ def to_chat_request(request: CountRequest, model: Model, partial: AnthropicTurn 
         "tools": [_tool(index, tool) for index, tool in enumerate(request.tools or ())] or None,
         "tool_choice": _tool_choice(request.tool_choice),
         "thinking": _thinking(request.thinking, model, partial),
+        "media": request.media,
         "include_reasoning": request.thinking is None or request.thinking.display != "omitted",
     }
     if request.tool_choice is not None and request.tool_choice.disable_parallel_tool_use:
@@ -240,6 +241,8 @@ def _response_format(config: OutputConfig) -> dict[str, Any] | None:
 
 BLOCK_SEPARATOR = "\n\n"
 """Joins the text blocks of a user or system message."""
+PICTURE_FOLLOWS = "The picture follows."
+"""Said in a tool result that has pictures."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,8 +286,12 @@ def _turns(message: InputMessage, where: str, tokenizer: str, attachments: Attac
 def _input_turns(
     role: Role, blocks: Sequence[Block], where: str, attachments: AttachmentReader
 ) -> Iterator[AnthropicTurn]:
-    """Yields text and media as one message, and every tool result as a message of its own, in order."""
+    """Yields text and media as one message, and every tool result as a message of its own, in order.
+
+    Pictures of tool results follow the last of them as a message of the user: templates have no place for them inside.
+    """
     parts: list[Part] = []
+    shown: list[Part] = []
     for index, block in enumerate(blocks):
         match block:
             case TextBlock():
@@ -295,13 +302,15 @@ def _input_turns(
                     parts.append(_attachment(block, f"{where}.content[{index}]", attachments))
             case ToolResultBlock() if role is Role.USER:
                 if parts:
-                    yield AnthropicTurn(Message(role, _merge_parts(parts)))
-                    parts = []
-                yield AnthropicTurn(Message(Role.TOOL, (_result(block, f"{where}.content[{index}]"),)))
+                    yield AnthropicTurn(Message(role, _merge_parts([*shown, *parts])))
+                    parts, shown = [], []
+                result, pictures = _result(block, f"{where}.content[{index}]", attachments)
+                yield AnthropicTurn(Message(Role.TOOL, (result,)))
+                shown += pictures
             case _:
                 raise _unsupported_block(block, f"{where}.content[{index}]", role)
-    if parts or not blocks:
-        yield AnthropicTurn(Message(role, _merge_parts(parts) or (Text(""),)))
+    if parts or shown or not blocks:
+        yield AnthropicTurn(Message(role, _merge_parts([*shown, *parts]) or (Text(""),)))
 
 
 def _attachment(block: ImageBlock | DocumentBlock, where: str, attachments: AttachmentReader) -> Part:
@@ -359,10 +368,20 @@ def _signed_thinking(
     return (Thinking(signed.text),), signed.ids if signed.tokenizer == tokenizer else None
 
 
-def _result(block: ToolResultBlock, where: str) -> ToolResult:
-    content = block.content if isinstance(block.content, str) else _text(_texts(block.content or (), where))
+def _result(block: ToolResultBlock, where: str, attachments: AttachmentReader) -> tuple[ToolResult, list[Part]]:
+    """The text of a result, and its pictures."""
+    blocks = [] if isinstance(block.content, str) else block.content or []
+    pictures: list[Part] = []
+    for index, inner in enumerate(blocks):
+        if isinstance(inner, ImageBlock):
+            with named_in_errors(f"{where}.content[{index}]"):
+                pictures.append(_attachment(inner, f"{where}.content[{index}]", attachments))
+    texts = [inner for inner in blocks if not isinstance(inner, ImageBlock)]
+    content = block.content if isinstance(block.content, str) else _text(_texts(texts, where))
+    if pictures:
+        content = BLOCK_SEPARATOR.join(filter(None, (content, PICTURE_FOLLOWS)))
     text = f"Error: {content}" if block.is_error and not content.lower().startswith("error") else content
-    return ToolResult(block.tool_use_id, text)
+    return ToolResult(block.tool_use_id, text), pictures
 
 
 def _texts(blocks: Sequence[ResultBlock], where: str) -> Iterator[TextBlock]:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Discriminator, Field, Tag
 
 from palaver.server.openai.request import ToleratedFields
-from palaver.server.openai.schemas import Number, RequestFields, Switched, Whole
+from palaver.server.openai.schemas import MediaOptions, Number, RequestFields, Switched, Whole
 
 TOLERATED = ToleratedFields(
     ignored=frozenset(
@@ -103,11 +103,13 @@ def _block_type(value: Any) -> str:
 
 
 def _result_block_type(value: Any) -> str:
-    return "text" if _block_type(value) == "text" else "other"
+    kind = _block_type(value)
+    return kind if kind in ("text", "image") else "other"
 
 
 ResultBlock = Annotated[
-    Annotated[TextBlock, Tag("text")] | Annotated[OtherBlock, Tag("other")], Discriminator(_result_block_type)
+    Annotated[TextBlock, Tag("text")] | Annotated[ImageBlock, Tag("image")] | Annotated[OtherBlock, Tag("other")],
+    Discriminator(_result_block_type),
 ]
 Block = Annotated[
     Annotated[TextBlock, Tag("text")]
@@ -167,6 +169,7 @@ class CountRequest(RequestFields):
     tool_choice: ToolChoice | None = None
     thinking: ThinkingConfig | None = Field(None, description="Left out, it is as the model's template has it.")
     output_config: OutputConfig | None = None
+    media: MediaOptions | None = None
 
 
 class MessagesRequest(CountRequest):

@@ -12,7 +12,7 @@ from typing import Any
 from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 
 from palaver.chat.model import draw_seed
-from palaver.chat.parameters import merge_parameters
+from palaver.chat.parameters import MEDIA_LIMITS, merge_parameters
 from palaver.constraints import MAX_CONSTRAINT, Constraint, Grammar
 from palaver.errors import BadParameter
 from palaver.formats.base import Format
@@ -104,6 +104,7 @@ def chat_parameters(request: ChatRequest, settings: ServerSettings, format: Form
     given["logprobs"] = _top_logprobs(request)
     given["one_call"] = _one_call(request) or None
     given["spoken"] = is_spoken(request) or None
+    given["media"] = request.media and request.media.model_dump(include=set(MEDIA_LIMITS), exclude_none=True)
     return operator_parameters(settings.defaults, _without_none(given), settings.forced, format)
 
 

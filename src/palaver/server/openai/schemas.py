@@ -132,6 +132,16 @@ class ReasoningOptions(RequestFields):
     enabled: Switched = None
 
 
+class MediaOptions(RequestFields):
+    """How pictures and videos are processed."""
+
+    max_slice_nums: Whole = Field(None, description="The most slices of a picture, for models that slice pictures.")
+    use_image_id: Whole = Field(None, description="0: pictures are not numbered, for models that number them.")
+    frames_per_second: Whole = Field(None, description="Of a video; 1 if left out.")
+    max_frames: Whole = Field(None, description="Of a video; 64 if left out.")
+    stack_frames: Whole = Field(None, description="Frames of each second, all but the first joined in one picture.")
+
+
 class SamplingFields(RequestFields):
     """How tokens are chosen. What is left out is the model's own default, or the operator's."""
 
@@ -217,6 +227,7 @@ class ChatRequest(SamplingFields):
     continue_final_message: bool | Literal["reasoning_content", "content"] | None = None
     response_prefix: str | None = None
     token_healing: Switched = None
+    media: MediaOptions | None = None
     modalities: list[Literal["text", "audio"]] | None = Field(None, description="With audio the reply is spoken.")
     audio: AudioOptions | None = None
     metadata: dict[str, Any] | None = Field(None, description="`conversation` names one; the rest is ignored.")

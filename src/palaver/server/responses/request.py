@@ -89,6 +89,7 @@ _SHARED_FIELDS = (
     "enable_thinking",
     "thinking_budget",
     "chat_template_kwargs",
+    "media",
 )
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
-from palaver.server.openai.schemas import Number, RequestFields, Stop, Switched, Whole
+from palaver.server.openai.schemas import MediaOptions, Number, RequestFields, Stop, Switched, Whole
 
 Includable = Literal[
     "message.output_text.logprobs",
@@ -192,6 +192,7 @@ class ResponseRequest(RequestFields):
     enable_thinking: Switched = None
     thinking_budget: Whole = None
     chat_template_kwargs: dict[str, Any] | None = None
+    media: MediaOptions | None = None
 
 
 class InputTokensDetails(BaseModel):
