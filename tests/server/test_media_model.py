@@ -168,13 +168,13 @@ def test_answers_about_a_picture_follow_a_schema(sdk: openai.OpenAI) -> None:
 def test_a_tool_is_called_about_a_picture(sdk: openai.OpenAI) -> None:
     colour = {"type": "string", "enum": ["blue", "green", "red"]}
     parameters = {"type": "object", "properties": {"colour": colour}, "required": ["colour"]}
-    tools: Any = [
-        {"type": "function", "function": {"name": "paint", "description": "Paints.", "parameters": parameters}}
-    ]
+    paint = {"name": "paint", "description": "Paints.", "parameters": parameters}
+    tools: Any = [{"type": "function", "function": paint}]
     messages: list[Any] = [{"role": "user", "content": [image_url(), {"type": "text", "text": WHAT}]}]
     asked = {"model": "sprout-omni", "tools": tools, "temperature": 0}
     reply = sdk.chat.completions.create(messages=messages, tool_choice="required", **asked)
-    (call,) = reply.choices[0].message.tool_calls or ()
+    (call,) = reply.choices[0].message.tool_calls or [None]
+    assert call is not None
     assert call.type == "function"
     assert (call.function.name, json.loads(call.function.arguments)) == ("paint", {"colour": "red"})
     messages += [reply.choices[0].message, {"role": "tool", "tool_call_id": call.id, "content": "Painted."}]
@@ -182,7 +182,7 @@ def test_a_tool_is_called_about_a_picture(sdk: openai.OpenAI) -> None:
     assert after.choices[0].message.content
     assert after.usage is not None
     assert after.usage.prompt_tokens_details is not None
-    assert (after.usage.prompt_tokens_details.cached_tokens or 0) > reply.usage.prompt_tokens  # type: ignore[union-attr]
+    assert (after.usage.prompt_tokens_details.cached_tokens or 0) > reply.usage.prompt_tokens
 
 
 async def check_cuts(model: Model, cuts: Sequence[int]) -> None:
@@ -223,9 +223,8 @@ async def test_a_template_may_open_the_thought(tmp_path: Path) -> None:
     template = tmp_path / "chat_template.jinja"
     text = template.read_text()
     template.unlink()
-    template.write_text(
-        text + "{%- if add_generation_prompt and enable_thinking is not false %}{{- '<think>\\n' -}}{%- endif -%}"
-    )
+    opening = "{%- if add_generation_prompt and enable_thinking is not false %}{{- '<think>\\n' -}}{%- endif -%}"
+    template.write_text(text + opening)
     model = await ModelLoader(LoadOptions()).load(str(tmp_path), lambda *_: None)
     try:
         await check_cuts(model, (2,))

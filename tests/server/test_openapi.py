@@ -18,7 +18,7 @@ DecideCalls DeletePreset DetokenizeRequest Document DocumentBlock DraftBlock Edi
 FillRequest Finish Finished Follow Followed Fork Format Function FunctionCall FunctionTool Gauge Grammar Health Hit
 ImageBlock ImportReport
 IncompleteDetails InputContent InputItem InputItemList InputTokens JsonSchema Leaf Load LoadRequest
-McpApprovalFilters McpTool McpToolFilter MeasureContext Media MediaSource Message MessageGiven MessageTold
+McpApprovalFilters McpTool McpToolFilter MeasureContext Media MediaOptions MediaSource Message MessageGiven MessageTold
 MessagesRequest ModelCard ModelState Move NamedAudio NamedFunction NamedTool NamedVoice Node Notice Opened OtherBlock
 OutputConfig OutputFormat Phase PhaseOpened Preset Raw ReadToolResource ReasoningWish RedactedThinkingBlock Refused
 Remember RemoveToolServer RenderRequest Reply ResponseBody ResponseDeleted ResponseFailure ResponseFormat
