@@ -99,7 +99,7 @@ async def measure_turns(model: Model, rounds: int, size: tuple[int, int], needed
             again.append(later)
     show(f"fresh ({tokens} tokens)", fresh)
     show("second turn", again)
-    ratio = median(one / other for one, other in zip(fresh, again, strict=True))
+    ratio = median(fresh) / median(again)
     print(f"the second turn is {ratio:.1f} times as quick; {recomputed} tokens of pictures were computed again")
     return ratio >= needed and recomputed == 0
 

@@ -16,7 +16,9 @@ from palaver.messages import Message, Role, Text
 from palaver.repl.commands.files import parse_files
 from palaver.repl.pictures import encode_picture, picture_protocol
 from tests import media_files
+from tests.repl.conftest import Door
 from tests.repl.scripted_session import open_session
+from tests.repl.terminal import ENTER
 
 PIXELS = np.zeros((20, 30, 3), np.uint8)
 PIXELS[:, 15:] = (255, 0, 0)
@@ -37,6 +39,21 @@ PIXELS[:, 15:] = (255, 0, 0)
 )
 def test_the_protocol_of_a_terminal(environment: dict[str, str], protocol: str | None) -> None:
     assert picture_protocol(environment) == protocol
+
+
+def test_a_dropped_path_is_seen(tmp_path: Path) -> None:
+    """At a terminal, by the model that sees and hears."""
+    picture = tmp_path / "a square.png"
+    picture.write_bytes(media_files.picture(size=(64, 64)))
+    door = Door("local", tmp_path / "data", ("sprout-omni", "--local", "--data", str(tmp_path / "data")))
+    with door.open("--set", "temperature=0", columns=200) as terminal:
+        terminal.wait(" is ready · ")
+        terminal.prompt()
+        terminal.paste(str(picture).replace(" ", "\\ "))
+        terminal.wait("square.png")
+        terminal.type(ENTER)
+        terminal.prompt()
+        assert "red" in terminal.do("What colour is it?").rpartition("What colour is it?")[2]
 
 
 def test_kitty() -> None:

@@ -14,7 +14,7 @@ from palaver.errors import BadParameter, BrokenModel
 from palaver.voice.base import SAMPLE_RATE, Samples, VoiceSettings
 from palaver.voice.hosted import HostedSpeaker
 from palaver.voice.speech import SpeakerCache, load_speaker, stream_speech
-from tests.voice.tiny_models import make_omni, make_pocket, make_vits
+from tests.voice.tiny_models import make_omni, make_pocket, make_qwen3_omni, make_vits
 
 pytest.importorskip("soxr")
 
@@ -89,6 +89,20 @@ def test_the_talker_of_an_omni_model_speaks(tmp_path: Path, monkeypatch: pytest.
         assert np.array_equal(say(speaker, name="Chelsie"), say(speaker, name="alloy"))
         other = say(speaker, "quite other words", name="Ethan")
         assert not np.array_equal(other, said)
+    finally:
+        speaker.close()
+
+
+def test_the_talker_of_qwen3_omni_speaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    speaker = HostedSpeaker(str(make_qwen3_omni(tmp_path)))
+    try:
+        assert {"chelsie", "ethan", "alloy"} <= set(speaker.voices)
+        said = say(speaker, name="ethan")
+        assert len(said) > 0
+        assert np.array_equal(say(speaker, name="ethan"), said)
+        assert not np.array_equal(say(speaker, name="chelsie"), said)
+        assert not np.array_equal(say(speaker, "quite other words", name="ethan"), said)
     finally:
         speaker.close()
 

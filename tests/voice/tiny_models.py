@@ -331,6 +331,97 @@ def make_omni(folder: Path, speakers: tuple[str, ...] = ("Chelsie", "Ethan")) ->
     return folder
 
 
+QWEN3_TEMPLATE = (
+    "{% for message in messages %}<s><{{ message['role'] }}> {{ message['content'] }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<s><assistant> {% endif %}"
+)
+
+
+def make_qwen3_omni(folder: Path, speakers: tuple[str, ...] = ("chelsie", "ethan")) -> Path:
+    """A Qwen3-Omni model with its talker. The last 1,024 codes of a talker are control codes."""
+    import torch
+    from transformers import Qwen3OmniMoeConfig, Qwen3OmniMoeForConditionalGeneration
+
+    torch.manual_seed(0)
+    tokenizer = _letters("<s>", "</s>", "<user>", "<assistant>", "<none>", "<text>", "</text>", eos_token="</s>")
+    tokenizer.add_tokens(["<s>", "<user>", "<assistant>"], special_tokens=True)
+    tokenizer.chat_template = QWEN3_TEMPLATE
+    id_of = tokenizer.convert_tokens_to_ids
+    size, codes, groups = len(tokenizer), 32, 4
+    layers = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    rope = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [1, 1, 2], "mrope_interleaved": True}
+    experts = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16, "head_dim": 8}
+    decoder = {**layers, **experts, "num_key_value_heads": 2, "rope_parameters": rope, "max_position_embeddings": 1024}
+    places = {"audio_token_id": size + 1, "image_token_id": size + 2, "video_token_id": size + 3}
+    named = ("eos_token", "nothink", "think_bos", "think_eos", "pad", "bos")
+    config = Qwen3OmniMoeConfig(
+        thinker_config={
+            **places,
+            "vision_start_token_id": size + 4,
+            "vision_end_token_id": size + 5,
+            "audio_end_token_id": size + 6,
+            "text_config": {**decoder, "vocab_size": size + 8, "eos_token_id": id_of("</s>")},
+            "vision_config": {
+                "depth": 1,
+                "hidden_size": 16,
+                "intermediate_size": 16,
+                "num_heads": 2,
+                "out_hidden_size": 16,
+                "num_position_embeddings": 16,
+                "deepstack_visual_indexes": [0],
+            },
+            "audio_config": {
+                "encoder_layers": 1,
+                "encoder_attention_heads": 2,
+                "encoder_ffn_dim": 16,
+                "d_model": 16,
+                "output_dim": 16,
+                "downsample_hidden_size": 8,
+            },
+        },
+        talker_config={
+            **places,
+            **{f"codec_{name}_id": codes + place for place, name in enumerate(named)},
+            "text_config": {**decoder, "vocab_size": codes + 1024, "shared_expert_intermediate_size": 16},
+            "code_predictor_config": {
+                **layers,
+                "num_key_value_heads": 2,
+                "head_dim": 8,
+                "vocab_size": codes,
+                "num_code_groups": groups,
+            },
+            "num_code_groups": groups,
+            "thinker_hidden_size": 16,
+            "accept_hidden_layer": 0,
+            "spatial_merge_size": 2,
+            "speaker_id": {name: codes + len(named) + place for place, name in enumerate(speakers)},
+        },
+        code2wav_config={
+            **layers,
+            "num_key_value_heads": 2,
+            "codebook_size": codes,
+            "num_quantizers": groups,
+            "decoder_dim": 16,
+            "upsample_rates": (4, 2),
+        },
+        im_start_token_id=id_of("<s>"),
+        im_end_token_id=id_of("</s>"),
+        tts_pad_token_id=id_of("<none>"),
+        tts_bos_token_id=id_of("<text>"),
+        tts_eos_token_id=id_of("</text>"),
+        user_token_id=id_of("<user>"),
+        assistant_token_id=id_of("<assistant>"),
+    )
+    model = Qwen3OmniMoeForConditionalGeneration(config)
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=0.5)
+    model.generation_config.eos_token_id = id_of("</s>")
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
 def _letters(*tokens: str, **special: str) -> Any:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast

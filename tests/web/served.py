@@ -149,7 +149,7 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=0, help="it writes blocks of so many tokens, with drafts")
     parser.add_argument("--calling", action="store_true", help="a model that calls the tools that a message names")
     parser.add_argument("--demo", action="store_true", help="offers the demo's tools to conversations")
-    parser.add_argument("--gguf", help="a file to load as `palaver serve` does")
+    parser.add_argument("--gguf", help="a file or a model's name to load as `palaver serve` does")
     parser.add_argument("--second", action="store_true", help="offers a second model that only recites")
     parser.add_argument("--transcriber", default="")
     asyncio.run(serve(parser.parse_args()))

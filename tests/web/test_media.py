@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ from playwright.sync_api import Page, expect
 
 from tests import media_files
 from tests.web.conftest import PATIENCE, Served, stored
-from tests.web.screen import ask, conversation, ended
+from tests.web.screen import answer, ask, conversation, ended
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +44,25 @@ def test_a_damaged_pdf_says_why(page: Page, sprout: Served, tmp_path: Path) -> N
     page.goto(sprout.url)
     page.locator("form input[type=file]").set_input_files([file])
     expect(page.get_by_role("alert")).to_contain_text("broken.pdf is damaged")
+
+
+PASTE = """(element, data) => {
+  const bytes = Uint8Array.from(atob(data), (letter) => letter.charCodeAt(0))
+  const clipboard = new DataTransfer()
+  clipboard.items.add(new File([bytes], 'image.png', { type: 'image/png' }))
+  element.dispatchEvent(new ClipboardEvent('paste', { clipboardData: clipboard, bubbles: true, cancelable: true }))
+}"""
+
+
+def test_a_picture_is_pasted_and_seen(page: Page, tmp_path_factory: pytest.TempPathFactory, built: None) -> None:
+    """By the model that sees and hears."""
+    with Served(tmp_path_factory.mktemp("omni"), "--gguf", "sprout-omni") as omni:
+        page.goto(omni.url)
+        red = base64.b64encode(media_files.picture(size=(64, 64))).decode()
+        page.get_by_label("Message", exact=True).evaluate(PASTE, red)
+        expect(page.get_by_label("Attached files").get_by_role("img")).to_be_visible()
+        ask(page, "What colour is it?")
+        assert "red" in answer(ended(page))
 
 
 def test_media_are_shown_before_they_are_sent(page: Page, seeing: Served, tmp_path: Path) -> None:

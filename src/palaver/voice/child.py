@@ -6,7 +6,7 @@ crashes does not take the server down."""
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ from palaver.voice.base import (
 )
 from palaver.voice.hosted import Frame, Handler, serve_requests
 
-MODEL_TYPES = ("vits", "pocket_tts", "qwen2_5_omni")
+MODEL_TYPES = ("vits", "pocket_tts", "qwen2_5_omni", "qwen3_omni_moe")
 _LANGUAGES = {"eng": "en", "deu": "de", "fra": "fr", "spa": "es", "por": "pt", "ita": "it", "nld": "nl", "rus": "ru"}
 _SEED = 0
 
@@ -115,25 +115,34 @@ class QwenOmni:
     """The most codes that the talker may generate: it has 50 for a second, in which about three tokens are spoken."""
 
     def __init__(self, folder: Path) -> None:
+        self._model: Any = self._load(folder)
+        self._model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+        self._tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.info = SpeechModelInfo(voices=tuple(sorted(self._speakers())))
+
+    def _load(self, folder: Path) -> Any:
         from transformers import Qwen2_5OmniForConditionalGeneration
 
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        self._model = Qwen2_5OmniForConditionalGeneration.from_pretrained(folder, use_safetensors=True, dtype="auto")
-        self._model.to(device).eval()
-        self._tokenizer = AutoTokenizer.from_pretrained(folder)
-        self.info = SpeechModelInfo(voices=tuple(sorted(self._model.speaker_map)))
+        return Qwen2_5OmniForConditionalGeneration.from_pretrained(folder, use_safetensors=True, dtype="auto")
+
+    def _speakers(self) -> Iterable[str]:
+        speakers: Iterable[str] = self._model.speaker_map
+        return speakers
+
+    def _ends(self) -> dict[str, Any]:
+        """The settings that end the speech."""
+        codec = self._model.config.talker_config
+        return {"talker_eos_token_id": [codec.tts_codec_pad_token_id, codec.tts_codec_end_token_id]}
 
     def synthesize(self, request: SpeechRequestFrame) -> SpeechChunk:
-        prompt = [
-            {"role": "system", "content": self._SYSTEM},
-            {"role": "user", "content": f"Read this aloud: {request.words}"},
-        ]
+        prompt = [{"role": "user", "content": f"Read this aloud: {request.words}"}]
+        if self._SYSTEM:
+            prompt.insert(0, {"role": "system", "content": self._SYSTEM})
         text = self._tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
         prompt_ids = self._tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids.to(
             self._model.device
         )
         reply_ids = [*self._tokenizer(request.words, add_special_tokens=False).input_ids, self._tokenizer.eos_token_id]
-        codec = self._model.config.talker_config
         torch.manual_seed(_SEED)
         with torch.inference_mode():
             _, wave = self._model.generate(
@@ -144,9 +153,30 @@ class QwenOmni:
                 thinker_max_new_tokens=len(reply_ids),
                 thinker_logits_processor=LogitsProcessorList([ForcedReply(prompt_ids.shape[1], reply_ids)]),
                 talker_max_new_tokens=self._CODES_PER_TOKEN * len(reply_ids) + self._MORE_CODES,
-                talker_eos_token_id=[codec.tts_codec_pad_token_id, codec.tts_codec_end_token_id],
+                **self._ends(),
             )
-        return SpeechChunk(wave.float().cpu().numpy(), self._RATE)
+        return SpeechChunk(wave.float().cpu().reshape(-1).numpy(), self._RATE)
+
+
+class Qwen3Omni(QwenOmni):
+    """The talker of a Qwen3-Omni model. Its voices are the speakers of its configuration."""
+
+    _SYSTEM = ""
+    _CODES_PER_TOKEN, _MORE_CODES = 12, 50
+    """Its talker has 12.5 codes for a second."""
+
+    def _load(self, folder: Path) -> Any:
+        from transformers import Qwen3OmniMoeForConditionalGeneration
+
+        return Qwen3OmniMoeForConditionalGeneration.from_pretrained(folder, use_safetensors=True, dtype="auto")
+
+    def _speakers(self) -> Iterable[str]:
+        if not self._model.has_talker:
+            raise ValueError("it was saved without its talker")
+        return self._model.config.talker_config.speaker_id or ()
+
+    def _ends(self) -> dict[str, Any]:
+        return {"thinker_eos_token_id": self._tokenizer.eos_token_id}
 
 
 class ForcedReply(LogitsProcessor):
@@ -172,6 +202,8 @@ def load(folder: Path) -> tuple[dict[str, Any], Handler]:
             model = Pocket(folder)
         case "qwen2_5_omni":
             model = QwenOmni(folder)
+        case "qwen3_omni_moe":
+            model = Qwen3Omni(folder)
         case _:
             raise ValueError(f"its model type is {model_type!r}; supported: {', '.join(MODEL_TYPES)}")
 
