@@ -2,6 +2,7 @@
 
 python -m benchmarks.kills --program 1000              # on the scripted engine
 python -m benchmarks.kills --program 50 --model sprout
+python -m benchmarks.kills --program 10 --model sprout-omni      # a picture in every message
 python -m benchmarks.kills --fronts 50 [--database postgresql]   # one of two servers on a store
 python -m benchmarks.kills --host 50                   # the engine host, eight streams, sprout
 python -m benchmarks.kills --host 50 --model sprout.gguf

@@ -28,9 +28,10 @@ from palaver.chat.model_pool import ModelPool
 from palaver.chat.service import Service
 from palaver.chat.turn_log import LogEntry
 from palaver.events import DraftBlock, Failed, Finished, Snapshot, Started, Waiting
-from palaver.messages import user
+from palaver.messages import Image, Message, Role, Text, user
 from palaver.store import NotFound, ReplyStatus, Store, open_store
 from palaver.store.store import DATABASE
+from tests import media_files
 from tests.chat.scripted_service import reply, run_service
 
 STREAMS = 6
@@ -71,14 +72,23 @@ async def _run_conversations(store: Store, log: Callable[..., Any], kind: str, s
             tasks.create_task(_converse(service.chat(owner.id), log, number))
 
 
+def _question(text: str, number: int, sees: bool) -> Message:
+    """With a picture of another colour for each number, for a model that sees."""
+    if not sees:
+        return user(text)
+    colour = (number * 40 % 256, number * 90 % 256, 200)
+    return Message(Role.USER, (Image("image/png", media_files.picture(size=(64, 64), colour=colour)), Text(text)))
+
+
 async def _converse(chat: Chat, log: Callable[..., Any], number: int) -> None:
+    sees = "image" in (await chat.model()).media
     while True:
         conversation = await chat.create_conversation(title=f"Talk {number}")
         log("conversation", conversation.id)
         parent = None
         for turn in range(3):
             text = QUESTIONS[(number + turn) % len(QUESTIONS)]
-            sent = await chat.send_message(conversation.id, parent, user(text))
+            sent = await chat.send_message(conversation.id, parent, _question(text, 3 * number + turn, sees))
             log("message", sent.message.id, text)
             async with chat.events(sent.reply.id) as stream:
                 async for entry in stream:
