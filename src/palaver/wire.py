@@ -68,6 +68,8 @@ def error_fields(error: BaseException) -> dict[str, Any]:
 
 MAX_TEXT = 4 << 20
 """The characters of all texts of a message, or of a system prompt."""
+MAX_COUNTED = 1 << 20
+"""The characters of a text whose tokens are counted."""
 MAX_PARTS = 1000
 MAX_TAGS = 100
 Key = Annotated[
@@ -238,6 +240,13 @@ class ContextUsageRequest(RequestModel):
     parameters: Parameters = Field(default_factory=dict)
 
 
+class CountTokensRequest(RequestModel):
+    """Text whose tokens are counted; without a model, by the one in use."""
+
+    text: Annotated[str, Field(max_length=MAX_COUNTED)]
+    model: Annotated[str, Field(max_length=500)] = ""
+
+
 class CursorRequest(RequestModel):
     client: str
 
@@ -334,6 +343,12 @@ class TranscriptionSchema(ValueModel):
     """The words of a sound."""
 
     text: str
+
+
+class TokenCountSchema(ValueModel):
+    """How many tokens a text has for a model."""
+
+    tokens: int
 
 
 class RawReplySchema(ValueModel):

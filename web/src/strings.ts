@@ -132,7 +132,24 @@ export const strings = {
     send: 'Send',
     stop: 'Stop',
     answerNow: 'Answer now',
-    stillReplying: 'Wait for the reply to finish, or stop it. Your message is kept here.',
+    tokens: (tokens: number) => plural(tokens, 'token'),
+    tokensHint: 'The length of this message',
+    tooMany: (left: number) => ` (${count(left)} left)`,
+    unfold: (name: string) => `Put ${name} into the message`,
+    unfoldHint: 'Put it into the message as text',
+  },
+
+  queue: {
+    label: 'Queued messages',
+    add: 'Queue',
+    waits: (messages: number) => (messages === 1 ? 'Sent when the reply ends' : 'Sent one by one, each when a reply ends'),
+    held: 'Not sent, because the reply didn’t finish',
+    sendNow: 'Send now',
+    edit: (text: string) => `Edit: ${text}`,
+    editHint: 'Edit',
+    remove: (text: string) => `Remove: ${text}`,
+    removeHint: 'Remove',
+    noRoom: 'This message is too large to be queued. Send it when the reply has ended.',
   },
 
   compare: {
@@ -208,6 +225,7 @@ export const strings = {
     notText: (name: string) => `${name} isn’t a text file.`,
     notUtf8: (name: string) => `${name} isn’t a text file in UTF-8.`,
     unnamed: 'file',
+    pasted: (number: number) => (number === 1 ? 'Pasted text.txt' : `Pasted text ${count(number)}.txt`),
   },
 
   switches: {

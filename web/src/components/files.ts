@@ -6,10 +6,14 @@ import type { Blob as BlobPart, Part } from '../transport/types'
 const HEAD = /^\n*File ([^\n]{1,200}):\n\n/
 const MOST = 1_000_000
 const DOCUMENT = /\.(pdf|docx|html?)$/i
+const LONG_PASTE = 4000 // characters from which on a pasted text is attached
+const MANY_LINES = 80
 
 export interface TextFile {
   name: string
   text: string
+  /** Whether it was pasted into the message. */
+  pasted?: boolean
 }
 
 export interface MediaFile {
@@ -30,6 +34,17 @@ export function fileOf(text: string): TextFile | null {
 
 export function partOf(file: Attachment): Part {
   return 'blob' in file ? file.blob : { type: 'text', text: written(file) }
+}
+
+export function isLongPaste(text: string): boolean {
+  return text.length >= LONG_PASTE || text.split('\n', MANY_LINES + 1).length > MANY_LINES
+}
+
+/** A pasted text as a file beside these, or why it can't be one. */
+export function pasted(text: string, others: readonly Attachment[]): TextFile | string {
+  const number = others.filter((one) => 'pasted' in one && one.pasted).length + 1
+  const name = strings.files.pasted(number)
+  return text.length > MOST ? strings.files.tooLarge(name) : { name, text, pasted: true }
 }
 
 /** The file as it is attached, or why it can't be. `accepted`: the media that the model accepts, if that is known. */

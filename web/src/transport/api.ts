@@ -23,6 +23,7 @@ import type {
   Said,
   Stored,
   TallyRow,
+  TextTokens,
   Token,
   ToolRound,
   ToolServer,
@@ -118,6 +119,9 @@ export const tokens = (id: string): Promise<Token[]> => request(at('turns', id, 
 export const raw = (id: string): Promise<Raw> => request(at('turns', id, 'raw'))
 export const gauge = (id: string, leaf: string | null): Promise<Gauge> =>
   request(at('conversations', id, 'gauge'), { method: 'POST', json: { leaf } })
+
+export const countTokens = (text: string, model: string, signal: AbortSignal): Promise<TextTokens> =>
+  request(at('tokens'), { method: 'POST', json: { text, model }, signal })
 
 export interface Comparing {
   parent: string | null

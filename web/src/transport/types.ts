@@ -154,6 +154,12 @@ export interface Conversation {
   pinned: boolean
 }
 
+/** Text whose tokens are counted; without a model, by the one in use. */
+export interface CountTokens {
+  text: string
+  model?: string
+}
+
 export interface Create {
   title?: string
   system?: string
@@ -565,6 +571,11 @@ export interface TallyRow {
 export interface Text {
   type: "text"
   text: string
+}
+
+/** How many tokens a text has for a model. */
+export interface TextTokens {
+  tokens: number
 }
 
 /** What the model thought; never part of its answer. */

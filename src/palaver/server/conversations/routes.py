@@ -6,15 +6,16 @@ import asyncio
 from collections.abc import Iterable
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Body, Query, Response
+from fastapi import APIRouter, Body, Query, Request, Response
 
 from palaver.chat.interface import Chat, ContextUsage, ModelCard, ReplyToken, SentMessage
 from palaver.messages import Message, Part
 from palaver.server.admin import check_model_name
-from palaver.server.auth import AdminDep
+from palaver.server.auth import AdminDep, CallerDep
 from palaver.server.conversations import files, streaming
 from palaver.server.conversations.files import BINARY, OCTET_STREAM
 from palaver.server.speech import message_speech_routes
+from palaver.server.sse import run_while_connected
 from palaver.server.state import ChatDep, IdempotencyKeyDep, StateDep, idempotency_key
 from palaver.store import Blob, Conversation, Cursor, Preset, SearchHit, StoredMessage, TreeNode
 from palaver.store.comparisons import Comparison, TallyRow
@@ -29,6 +30,7 @@ from palaver.wire import (
     CompareRequest,
     ContextUsageRequest,
     ContinueReplyRequest,
+    CountTokensRequest,
     CreateConversationRequest,
     CursorRequest,
     DecideCallsRequest,
@@ -47,6 +49,7 @@ from palaver.wire import (
     SavePresetRequest,
     SendMessageRequest,
     StartReplyRequest,
+    TokenCountSchema,
     UpdateConversationRequest,
 )
 
@@ -424,6 +427,14 @@ async def ready(chat: ChatDep, wait: Annotated[float, Query(ge=0, le=60)] = 25.0
             return await chat.wait_until_ready()
     except TimeoutError:
         return await chat.model()
+
+
+@model_routes.post("/tokens")
+async def count_tokens(body: CountTokensRequest, request: Request, state: StateDep, _: CallerDep) -> TokenCountSchema:
+    """How many tokens a text has, without those that the chat template puts around a message."""
+    model = await state.model(body.model)
+    counting = state.workers.run(lambda: len(model.format.tokenizer.encode([body.text])))
+    return TokenCountSchema(tokens=await run_while_connected(request, counting))
 
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
