@@ -19,6 +19,7 @@ from palaver.errors import PalaverError
 from palaver.events import Event
 from palaver.messages import Audio, Image, PartBase, Role, Text, Thinking, ToolCall, ToolResult, Video
 from palaver.store import Blob
+from palaver.store.shares import Share
 
 MAX_PARAMETERS = 200
 Parameters = Annotated[
@@ -171,6 +172,22 @@ class SavePresetRequest(RequestModel):
 
 class DeletePresetRequest(RequestModel):
     name: str
+
+
+class SaveDefaultsRequest(RequestModel):
+    """The system prompt and the parameters that new conversations begin with."""
+
+    system: Annotated[str, Field(max_length=MAX_TEXT)] = ""
+    parameters: Parameters = Field(default_factory=dict)
+
+
+class ShareBranchRequest(RequestModel):
+    """A link to a read-only page of the branch that ends with the message `leaf`."""
+
+    leaf: Annotated[str, Field(max_length=100)]
+    days: Annotated[int, Field(strict=True, ge=1, le=365)] = 7
+    thoughts: bool = False
+    tools: bool = False
 
 
 class AppendMessageRequest(RequestModel):
@@ -349,6 +366,13 @@ class TokenCountSchema(ValueModel):
     """How many tokens a text has for a model."""
 
     tokens: int
+
+
+class NewShareSchema(ValueModel):
+    """A link that was created: its record, and its address relative to the server's, which is told only once."""
+
+    share: Share
+    path: str
 
 
 class RawReplySchema(ValueModel):

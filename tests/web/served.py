@@ -116,6 +116,7 @@ async def serve(asked: argparse.Namespace) -> None:
         hosts=("127.0.0.1",) if asked.host != "127.0.0.1" else (),
         secret="the-token-of-the-data-folder",
         login_code=LOGIN,
+        share=asked.share,
     )
     with open_store(asked.folder) as store:
         name = "scripted" if asked.script else "calling" if asked.calling else asked.gguf or "sprout"
@@ -149,6 +150,7 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=0, help="it writes blocks of so many tokens, with drafts")
     parser.add_argument("--calling", action="store_true", help="a model that calls the tools that a message names")
     parser.add_argument("--demo", action="store_true", help="offers the demo's tools to conversations")
+    parser.add_argument("--share", action="store_true", help="users may share conversations")
     parser.add_argument("--gguf", help="a file or a model's name to load as `palaver serve` does")
     parser.add_argument("--second", action="store_true", help="offers a second model that only recites")
     parser.add_argument("--transcriber", default="")

@@ -64,6 +64,9 @@ export const strings = {
     settingsHint: 'System prompt and settings',
     more: 'More',
     export: 'Export',
+    find: 'Find in conversation',
+    share: 'Share…',
+    defaults: 'Defaults for new conversations',
     deleteConversation: 'Delete conversation',
     theme: (name: string) => `Theme: ${name}`,
     themes: { '': 'system', light: 'light', dark: 'dark' },
@@ -137,6 +140,38 @@ export const strings = {
     tooMany: (left: number) => ` (${count(left)} left)`,
     unfold: (name: string) => `Put ${name} into the message`,
     unfoldHint: 'Put it into the message as text',
+  },
+
+  share: {
+    title: 'Share this conversation',
+    hint: 'Anyone with the link can read this branch, up to its last message, without a key. Later messages, the system prompt and the contents of files are not shown.',
+    expires: 'The link expires after',
+    days: (days: number) => plural(days, 'day'),
+    thoughts: 'Show thoughts',
+    tools: 'Show tool calls and their results',
+    create: 'Create link',
+    link: 'Link',
+    once: 'Copy it now: it isn’t shown again.',
+    links: 'Links',
+    made: (made: string, expires: string) => `Made ${made}, expires ${expires}`,
+    withThoughts: ', with thoughts',
+    withTools: ', with tools',
+    revoke: 'Revoke',
+    revokeNamed: (made: string) => `Revoke the link made ${made}`,
+  },
+
+  defaults: {
+    title: 'Defaults for new conversations',
+    hint: 'New conversations begin with these, in every browser in which you are signed in. A conversation that has begun keeps its own settings.',
+  },
+
+  find: {
+    label: 'Find in conversation',
+    place: (index: number, total: number) => `${count(index)} of ${count(total)}`,
+    none: 'No matches',
+    previous: 'Previous match',
+    next: 'Next match',
+    close: 'Close the search',
   },
 
   queue: {
@@ -544,6 +579,7 @@ export const strings = {
     map: 'Map of the conversation',
     compare: 'Compare replies',
     settings: 'System prompt and settings',
+    find: 'Find in conversation',
     model: 'Model',
     new: 'New conversation',
     search: 'Search',

@@ -19,6 +19,8 @@ from palaver.messages import Message, Part
 from palaver.sampling import Sampling
 from palaver.store import Blob, Conversation, Cursor, Preset, SearchHit, StoredMessage, TreeNode
 from palaver.store.comparisons import Comparison, TallyRow
+from palaver.store.records import ConversationDefaults
+from palaver.store.shares import Share
 from palaver.store.tool_rounds import ToolRound
 from palaver.tools.config import ServerConfig
 from palaver.tools.servers import ServerCard, ServerResource
@@ -267,6 +269,12 @@ class Chat(Protocol):
 
     async def delete_preset(self, name: str) -> None: ...
 
+    async def defaults(self) -> ConversationDefaults:
+        """The settings that new conversations begin with on the page."""
+        ...
+
+    async def save_defaults(self, system: str, parameters: Mapping[str, Any]) -> ConversationDefaults: ...
+
     # the tree
     async def message(self, id: str) -> StoredMessage: ...
 
@@ -500,6 +508,18 @@ class ServerChat(Chat, Protocol):
     ) -> StoredMessage:
         """Stores an API's note with a reply, and the parameters of the replies that follow its tool calls."""
         ...
+
+    async def share_branch(
+        self, leaf_id: str, seconds: int, *, thoughts: bool = False, tools: bool = False
+    ) -> tuple[Share, str]:
+        """Creates a link to a read-only page of the branch that ends with this message. Returns its secret, too."""
+        ...
+
+    async def shares(self, conversation_id: str) -> tuple[Share, ...]:
+        """The links of a conversation that are valid, the oldest first."""
+        ...
+
+    async def revoke_share(self, id: str) -> None: ...
 
     async def lend_tool_server(self, config: ServerConfig, name: str = "") -> str:
         """Makes a server at a public URL usable for turns that name it, without storing it. Returns that name."""

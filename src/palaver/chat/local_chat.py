@@ -48,6 +48,8 @@ from palaver.store import (
 )
 from palaver.store.comparisons import Comparison, TallyRow
 from palaver.store.encoding import store_media
+from palaver.store.records import ConversationDefaults
+from palaver.store.shares import Share
 from palaver.store.tool_rounds import ToolRound
 from palaver.tools.config import ServerConfig
 from palaver.tools.servers import ServerCard, ServerResource
@@ -214,6 +216,13 @@ class LocalChat:
 
     async def delete_preset(self, name: str) -> None:
         await _thread(self._store.presets.delete, self._owner, name)
+
+    async def defaults(self) -> ConversationDefaults:
+        return await _thread(self._store.defaults.get, self._owner)
+
+    async def save_defaults(self, system: str, parameters: Mapping[str, Any]) -> ConversationDefaults:
+        checked = settings.check_parameters(parameters)
+        return await _thread(self._store.defaults.save, self._owner, system, checked)
 
     # the tree
 
@@ -502,6 +511,26 @@ class LocalChat:
             following = settings.loop_options(loop["servers"], settings.check_parameters(next_parameters))
             changes[settings.LOOP] = {**loop, "parameters": following["parameters"]}
         return await _thread(self._store.replies.annotate, reply_id, changes)
+
+    async def share_branch(
+        self, leaf_id: str, seconds: int, *, thoughts: bool = False, tools: bool = False
+    ) -> tuple[Share, str]:
+        leaf = await self.message(leaf_id)
+        await self._check_parent(leaf_id)
+        create, conversation_id = self._store.shares.create, leaf.conversation_id
+        return await _thread(create, conversation_id, leaf_id, seconds, thoughts=thoughts, tools=tools)
+
+    async def shares(self, conversation_id: str) -> tuple[Share, ...]:
+        await self.conversation(conversation_id)
+        return await _thread(self._store.shares.list, conversation_id)
+
+    async def revoke_share(self, id: str) -> None:
+        share = await _thread(self._store.shares.get, id)
+        try:
+            await self.conversation(share.conversation_id)
+        except NotFound:
+            raise NotFound("link", id) from None
+        await _thread(self._store.shares.revoke, id)
 
     async def lend_tool_server(self, config: ServerConfig, name: str = "") -> str:
         return await self._service.loop.toolbox.lend(self._owner, config, name)

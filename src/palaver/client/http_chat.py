@@ -34,6 +34,7 @@ from palaver.events import DraftBlock, Failed, Finished, Snapshot, Started, Wait
 from palaver.messages import Message, Part
 from palaver.store import Blob, Conversation, Cursor, NotFound, Preset, SearchHit, StoredMessage, TreeNode
 from palaver.store.comparisons import Comparison, TallyRow
+from palaver.store.records import ConversationDefaults
 from palaver.store.tool_rounds import ToolRound
 from palaver.tools.config import BadToolServer, ServerConfig
 from palaver.tools.servers import ServerCard, ServerResource
@@ -289,6 +290,14 @@ class HttpChat:
 
     async def delete_preset(self, name: str) -> None:
         await self._connection.send("POST", "presets/delete", body=_request_body(wire.DeletePresetRequest, name=name))
+
+    async def defaults(self) -> ConversationDefaults:
+        return await self._connection.get(ConversationDefaults, "defaults")
+
+    async def save_defaults(self, system: str, parameters: Mapping[str, Any]) -> ConversationDefaults:
+        body = _request_body(wire.SaveDefaultsRequest, system=system, parameters=dict(parameters))
+        response = await self._connection.send("PUT", "defaults", body=body, idempotent=True)
+        return parse_response(response, ConversationDefaults)
 
     # the tree
 

@@ -68,6 +68,7 @@ def serve(
     max_body: Annotated[int, typer.Option("--max-body", metavar="MB", min=1, help=strings.MAX_BODY)] = 32,
     rate: Annotated[int, typer.Option("--rate", metavar="N", min=0, help=strings.RATE)] = 0,
     remote_media: Annotated[bool, typer.Option("--remote-media", help=strings.REMOTE_MEDIA)] = False,
+    share: Annotated[bool, typer.Option("--share", help=strings.SHARE)] = False,
     tools: Annotated[Path | None, typer.Option("--tools", metavar="FILE", help=strings.SERVE_TOOLS)] = None,
     any_variables: Annotated[bool, typer.Option("--any-variables", help=strings.ANY_VARIABLES)] = False,
     any_model: Annotated[bool, typer.Option("--any-model", help=strings.ANY_MODEL)] = False,
@@ -111,6 +112,7 @@ def serve(
             any_model=any_model,
             aliases=tuple(name for name in alias or () if "=" not in name),
             voice=voice,
+            share=share,
             debug=debug_log,
         )
         options = flags.load_options()

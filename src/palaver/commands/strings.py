@@ -161,6 +161,7 @@ MAX_BODY = "The largest request, in MB."
 RATE = "Requests per minute and key; 0 means no limit."
 SERVE_TOOLS = 'Tool servers for all users: a file with "mcpServers". By default the local user has those of mcp.json.'
 REMOTE_MEDIA = "Let requests name pictures and other files by their address on the internet."
+SHARE = "Let users share conversations: read-only pages, by links that need no key, can be revoked and expire."
 ANY_VARIABLES = "Let requests set any variable of the chat template."
 ANY_MODEL = "Let administrators load any model of the hub."
 RESUME_REPLIES = "Continue replies that a crash interrupted."

@@ -35,6 +35,7 @@ _SMALL_BODY = 64 << 10
 _LARGE_BODY = 1 << 20
 """After a request with a larger body, unused memory is returned to the system."""
 _MAX_LOGGED_PATH = 200
+_SHARE_LINK = re.compile(r"^(.*/share/).*", re.DOTALL)
 _SECRET_FIELDS = frozenset({"headers", "authorization", "server_url"})
 _CORS_METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 _CORS_HEADERS = (
@@ -54,6 +55,7 @@ class AccessLog:
         self._bodies = logging.getLogger("palaver.debug")
 
     def log(self, id: str, caller: Caller | None, method: str, path: str, status: int, seconds: float) -> None:
+        path = _SHARE_LINK.sub(r"\1<redacted>", path)
         printable = "".join(letter if letter.isprintable() else "�" for letter in path[:_MAX_LOGGED_PATH])
         name = caller.name if caller is not None else "-"
         self._access.info("%s %s %s %s %d %.0f ms", id, name, method, printable, status, seconds * 1000)

@@ -69,6 +69,8 @@ class ServerSettings:
     """Further names of the loaded model."""
     voice: str = "espeak"
     """The speaker: espeak, or the folder or hub id of a text-to-speech model."""
+    share: bool = False
+    """Whether users may share conversations by links that need no key."""
     debug: bool = False
     """Whether request bodies are logged."""
     instance: str = ""

@@ -53,6 +53,14 @@ class Preset:
     parameters: Mapping[str, Any]
 
 
+@dataclass(frozen=True, slots=True)
+class ConversationDefaults:
+    """The system prompt and the parameters that a user's new conversations begin with."""
+
+    system: str
+    parameters: Mapping[str, Any]
+
+
 class ReplyStatus(StrEnum):
     """Where a reply stands. Every one but RUNNING and DONE can be continued."""
 

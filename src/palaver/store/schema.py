@@ -21,7 +21,7 @@ from sqlalchemy import (
 
 from palaver.store.database import JsonColumn, Number
 
-HEAD = "0014"
+HEAD = "0015"
 """The revision of the schema below."""
 
 metadata = MetaData()
@@ -262,3 +262,25 @@ compared_replies = Table(
     Column("parameters", JsonColumn, nullable=False),
 )
 Index("ix_compared_replies_message", compared_replies.c.message_id)
+
+shares = Table(
+    "shares",
+    metadata,
+    Column("id", Text, primary_key=True),
+    Column("digest", Text, nullable=False, unique=True),
+    Column("conversation_id", Text, ForeignKey("conversations.id", ondelete="CASCADE"), nullable=False),
+    Column("leaf_id", Text, nullable=False),
+    Column("thoughts", Boolean, nullable=False),
+    Column("tools", Boolean, nullable=False),
+    Column("created_at", BigInteger, nullable=False),
+    Column("expires_at", BigInteger, nullable=False),
+)
+Index("ix_shares_conversation", shares.c.conversation_id)
+
+defaults = Table(
+    "defaults",
+    metadata,
+    Column("owner_id", Text, ForeignKey("users.id"), primary_key=True),
+    Column("system", JsonColumn, nullable=False),
+    Column("parameters", JsonColumn, nullable=False),
+)

@@ -19,8 +19,9 @@ from palaver.store.migrations import migrate
 from palaver.store.notifications import Notifications
 from palaver.store.replies import Replies
 from palaver.store.search import MessageSearch
+from palaver.store.shares import Shares
 from palaver.store.tool_rounds import ToolRounds
-from palaver.store.users import Keys, Presets, RateLimits, Users
+from palaver.store.users import Defaults, Keys, Presets, RateLimits, Users
 
 DATABASE = "palaver.db"
 BLOBS = "blobs"
@@ -46,6 +47,7 @@ class Store:
         self.users = Users(database)
         self.keys = Keys(database)
         self.presets = Presets(database)
+        self.defaults = Defaults(database)
         self.rate_limits = RateLimits(database)
         self.conversations = Conversations(database, self.blobs)
         self.messages = Messages(database, self.blobs)
@@ -55,6 +57,7 @@ class Store:
         self.cursors = Cursors(database)
         self.tool_rounds = ToolRounds(database, self.leases)
         self.comparisons = Comparisons(database)
+        self.shares = Shares(database)
         self.search = MessageSearch(database)
 
     def __enter__(self) -> Store:

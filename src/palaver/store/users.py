@@ -1,4 +1,4 @@
-"""Users, their API keys, their presets, and the rates of callers."""
+"""Users, their API keys, their presets and defaults, and the rates of callers."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from sqlalchemy import Connection, delete, insert, select, update
 
 from palaver.store.database import Database, Durability
 from palaver.store.errors import Conflict, NotFound
-from palaver.store.records import Preset, User, check_name, current_time, new_id, parse_time
-from palaver.store.schema import keys, presets, rate_limits, users
+from palaver.store.records import ConversationDefaults, Preset, User, check_name, current_time, new_id, parse_time
+from palaver.store.schema import defaults, keys, presets, rate_limits, users
 
 LOCAL = "local"
 """The name of the single user of an installation without accounts."""
@@ -195,3 +195,23 @@ class Presets:
 
 def _delete_preset(owner: str, name: str) -> Any:
     return delete(presets).where(presets.c.owner_id == owner, presets.c.name == name)
+
+
+class Defaults:
+    """The settings that each user's new conversations begin with."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def get(self, owner: str) -> ConversationDefaults:
+        """Empty if the user has none."""
+        with self._database.read_transaction() as connection:
+            row = connection.execute(select(defaults).where(defaults.c.owner_id == owner)).first()
+        return ConversationDefaults("", {}) if row is None else ConversationDefaults(row.system, row.parameters)
+
+    def save(self, owner: str, system: str, parameters: Mapping[str, Any]) -> ConversationDefaults:
+        values: dict[str, Any] = {"owner_id": owner, "system": system, "parameters": dict(parameters)}
+        with self._database.write_transaction() as connection:
+            connection.execute(delete(defaults).where(defaults.c.owner_id == owner))
+            connection.execute(insert(defaults).values(values))
+        return ConversationDefaults(system, values["parameters"])

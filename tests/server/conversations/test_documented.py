@@ -13,6 +13,7 @@ import pytest
 
 from palaver.client.http_chat import HttpChat
 from palaver.messages import user
+from palaver.server.settings import ServerSettings
 from palaver.store import Store
 from palaver.store.comparisons import ComparedReply
 from tests import media_files
@@ -42,13 +43,14 @@ async def prepare(url: str, store: Store) -> dict[str, str]:
         digest = (await chat.put_blob(media_files.picture("GIF"))).digest
     ids = {"CONVERSATION": conversation.id, "MESSAGE": sent.message.id, "TURN": sent.reply.id, "STOPPED": cut.id}
     ids["COMPARISON"] = comparison.id
+    ids["SHARE"] = store.shares.create(conversation.id, sent.reply.id, 60)[0].id
     return {"URL": url, "TOKEN": TOKEN, **ids, "DIGEST": digest}
 
 
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     """A separate server: the lines load a model and leave turns running."""
-    with LiveServer(tmp_path_factory.mktemp("documented")) as server:
+    with LiveServer(tmp_path_factory.mktemp("documented"), ServerSettings(share=True)) as server:
         yield server
 
 

@@ -101,4 +101,6 @@ export async function dropPreset(name: string): Promise<Preset[]> {
 
 /** For the conversation that is not made yet. */
 export const freshWishes = (): Wishes => kept<Wishes>('fresh', { system: '', parameters: {} })
-export const keepFreshWishes = (wishes: Wishes): boolean => keep('fresh', wishes)
+export const hasFreshWishes = (): boolean => kept<Wishes | null>('fresh', null) !== null
+/** Null: as the user's defaults are. */
+export const keepFreshWishes = (wishes: Wishes | null): boolean => keep('fresh', wishes)

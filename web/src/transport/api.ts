@@ -9,6 +9,7 @@ import type {
   Conversation,
   Create,
   Cursor,
+  Defaults,
   Document,
   Format,
   Gauge,
@@ -16,11 +17,14 @@ import type {
   Leaf,
   Message,
   ModelCard,
+  NewShare,
   Node,
   Part,
   Preset,
   Raw,
   Said,
+  Share,
+  ShareBranch,
   Stored,
   TallyRow,
   TextTokens,
@@ -37,6 +41,8 @@ export interface Session {
   admin: boolean
   /** Whether the server can write down speech. */
   transcribes: boolean
+  /** Whether conversations may be shared by links. */
+  shares: boolean
 }
 
 export type Values = Record<string, unknown>
@@ -79,6 +85,14 @@ export const presets = (): Promise<Preset[]> => request(at('presets'))
 export const savePreset = (preset: Preset): Promise<Preset> => request(at('presets'), { method: 'PUT', json: preset })
 export const deletePreset = (name: string): Promise<void> =>
   request(at('presets', 'delete'), { method: 'POST', json: { name } })
+
+export const defaults = (): Promise<Defaults> => request(at('defaults'))
+export const saveDefaults = (asked: Defaults): Promise<Defaults> => request(at('defaults'), { method: 'PUT', json: asked })
+
+export const shares = (id: string): Promise<Share[]> => request(at('conversations', id, 'shares'))
+export const share = (id: string, asked: ShareBranch): Promise<NewShare> =>
+  request(at('conversations', id, 'shares'), { method: 'POST', json: asked })
+export const revokeShare = (id: string): Promise<void> => request(at('shares', id), { method: 'DELETE' })
 
 export const nodes = (id: string): Promise<Node[]> => request(at('conversations', id, 'nodes'))
 /** The beginning of every message, by its id. */

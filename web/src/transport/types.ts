@@ -179,6 +179,12 @@ export interface DecideCalls {
   decisions: (CallDecision)[]
 }
 
+/** The system prompt and the parameters that a user's new conversations begin with. */
+export interface Defaults {
+  system: string
+  parameters: Record<string, unknown>
+}
+
 export interface DeletePreset {
   name: string
 }
@@ -278,6 +284,11 @@ export interface Hit {
   snippet: string
 }
 
+export interface ImportReport {
+  conversations: (Conversation)[]
+  skipped?: (SkippedConversation)[]
+}
+
 /** A message's id, or null where there is none. */
 export interface Leaf {
   id: string | null
@@ -336,6 +347,12 @@ export type ModelState = "none" | "loading" | "ready" | "failed" | "available"
 export interface Move {
   client: string
   to: string | null
+}
+
+/** A link that was created: its record, and its address relative to the server's, which is told only once. */
+export interface NewShare {
+  share: Share
+  path: string
 }
 
 /** A message's place alone: what a picture of the tree needs. */
@@ -466,6 +483,12 @@ export interface Sampling {
   remasking?: "confidence" | "entropy"
 }
 
+/** The system prompt and the parameters that new conversations begin with. */
+export interface SaveDefaults {
+  system?: string
+  parameters?: Record<string, unknown>
+}
+
 export interface SavePreset {
   name: string
   system?: string
@@ -500,6 +523,31 @@ export interface Settings {
   choice: number
   fingerprints?: ([number, string])[]
   answer_at?: number | null
+}
+
+/** A link's record. The secret part of the link is shown once, when it is created. */
+export interface Share {
+  id: string
+  conversation_id: string
+  leaf_id: string
+  thoughts: boolean
+  tools: boolean
+  created_at: string
+  expires_at: string
+}
+
+/** A link to a read-only page of the branch that ends with the message `leaf`. */
+export interface ShareBranch {
+  leaf: string
+  days?: number
+  thoughts?: boolean
+  tools?: boolean
+}
+
+/** A part of a file that was not imported, and the reason. */
+export interface SkippedConversation {
+  item: string
+  reason: string
 }
 
 /** All that was said up to here, in place of events that can't be told again. */

@@ -14,12 +14,15 @@ from palaver.server.admin import check_model_name
 from palaver.server.auth import AdminDep, CallerDep
 from palaver.server.conversations import files, streaming
 from palaver.server.conversations.files import BINARY, OCTET_STREAM
+from palaver.server.errors import NotAllowed
 from palaver.server.speech import message_speech_routes
 from palaver.server.sse import run_while_connected
 from palaver.server.state import ChatDep, IdempotencyKeyDep, StateDep, idempotency_key
-from palaver.store import Blob, Conversation, Cursor, Preset, SearchHit, StoredMessage, TreeNode
+from palaver.store import Blob, Conversation, Cursor, NotFound, Preset, SearchHit, StoredMessage, TreeNode
 from palaver.store.comparisons import Comparison, TallyRow
 from palaver.store.encoding import media_part
+from palaver.store.records import ConversationDefaults
+from palaver.store.shares import Share
 from palaver.store.tool_rounds import ToolRound
 from palaver.tools.config import parse_server
 from palaver.tools.servers import ServerCard, ServerResource
@@ -43,11 +46,14 @@ from palaver.wire import (
     MessageSchema,
     MoveCursorRequest,
     NewPart,
+    NewShareSchema,
     RawReplySchema,
     ReadToolResourceRequest,
     RemoveToolServerRequest,
+    SaveDefaultsRequest,
     SavePresetRequest,
     SendMessageRequest,
+    ShareBranchRequest,
     StartReplyRequest,
     TokenCountSchema,
     UpdateConversationRequest,
@@ -196,6 +202,17 @@ async def delete_preset(body: DeletePresetRequest, chat: ChatDep) -> None:
     await chat.delete_preset(body.name)
 
 
+@preset_routes.get("/defaults")
+async def defaults(chat: ChatDep) -> ConversationDefaults:
+    """What the page's new conversations begin with."""
+    return await chat.defaults()
+
+
+@preset_routes.put("/defaults")
+async def save_defaults(body: SaveDefaultsRequest, chat: ChatDep) -> ConversationDefaults:
+    return await chat.save_defaults(body.system, body.parameters)
+
+
 message_routes = APIRouter(tags=["messages"])
 
 
@@ -299,6 +316,34 @@ async def tokens(id: str, chat: ChatDep) -> list[ReplyToken]:
 @turn_routes.get("/turns/{id}/raw")
 async def raw(id: str, chat: ChatDep) -> RawReplySchema:
     return RawReplySchema(text=await chat.raw_text(id))
+
+
+share_routes = APIRouter(tags=["shares"])
+_DAY_SECONDS = 24 * 3600
+
+
+@share_routes.post("/conversations/{id}/shares", status_code=201)
+async def share_branch(id: str, body: ShareBranchRequest, chat: ChatDep, state: StateDep) -> NewShareSchema:
+    """Creates a link to a read-only page of a branch, if the operator allows it. Whoever has the link can read it."""
+    if not state.settings.share:
+        raise NotAllowed("This server doesn't share conversations; --share allows it.")
+    if (await chat.message(body.leaf)).conversation_id != id:
+        raise NotFound("message", body.leaf)
+    seconds = body.days * _DAY_SECONDS
+    share, token = await chat.share_branch(body.leaf, seconds, thoughts=body.thoughts, tools=body.tools)
+    return NewShareSchema(share=share, path=f"share/{token}")
+
+
+@share_routes.get("/conversations/{id}/shares")
+async def shares(id: str, chat: ChatDep) -> list[Share]:
+    """The links that are valid, the oldest first, without their secrets."""
+    return list(await chat.shares(id))
+
+
+@share_routes.delete("/shares/{id}", status_code=204)
+async def revoke_share(id: str, chat: ChatDep) -> None:
+    """Ends a link for good."""
+    await chat.revoke_share(id)
 
 
 comparison_routes = APIRouter(tags=["comparisons"])
@@ -466,6 +511,7 @@ def router() -> APIRouter:
         turn_routes,
         files.preference_routes,
         comparison_routes,
+        share_routes,
         tool_routes,
         streaming.routes,
         files.routes,

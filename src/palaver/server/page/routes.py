@@ -117,7 +117,7 @@ def _file(name: str, cache_control: str, encodings: str) -> Response:
 
 
 PUBLIC_PATHS = ("/", "/api/session", "/sw.js", "/manifest.webmanifest")
-PUBLIC_PREFIXES = ("/assets/", "/icon")
+PUBLIC_PREFIXES = ("/assets/", "/icon", "/share/")
 _YEAR = 365 * 24 * 3600
 
 session_routes = APIRouter(tags=["session"])
@@ -132,6 +132,8 @@ class SessionInfo(BaseModel):
     admin: bool
     transcribes: bool
     """Whether the server can transcribe speech."""
+    shares: bool
+    """Whether conversations may be shared by links."""
 
 
 class SignIn(BaseModel):
@@ -186,4 +188,5 @@ def _session_info(state: ServerState, name: str | None, admin: bool) -> SessionI
         name=name or "",
         admin=admin,
         transcribes=bool(state.service.transcriber_name),
+        shares=state.settings.share,
     )

@@ -1,0 +1,124 @@
+"""Sharing a conversation, finding words in it, and what new conversations begin with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from playwright.sync_api import Browser, Page, expect
+
+from tests.web.conftest import Served
+from tests.web.screen import ask, ended
+from tests.web.test_manners import grave_violations
+
+WORDS = "The **first** word of it, and then a wordy end.\n\n```text\nword\n```"
+
+
+@pytest.fixture(scope="module")
+def sharing(tmp_path_factory: pytest.TempPathFactory, built: None) -> Iterator[Served]:
+    script = [{"thought": "A word in a thought.", "answer": WORDS}]
+    with Served(tmp_path_factory.mktemp("sharing"), "--share", script=script) as served:
+        yield served
+
+
+@pytest.fixture
+def talk(page: Page, sharing: Served) -> Page:
+    page.goto(sharing.url)
+    ask(page, "What word?")
+    ended(page)
+    return page
+
+
+def choose(page: Page, entry: str) -> None:
+    page.get_by_role("button", name="More", exact=True).click()
+    page.get_by_role("button", name=entry).click()
+
+
+def test_a_link_is_made_read_by_a_stranger_and_revoked(talk: Page, browser: Browser) -> None:
+    choose(talk, "Share…")
+    dialog = talk.get_by_role("dialog", name="Share this conversation")
+    dialog.get_by_role("button", name="Create link").click()
+    link = dialog.get_by_label("Link", exact=True).input_value()
+    assert "/share/" in link
+    assert grave_violations(talk) == []
+    stranger = browser.new_context()
+    page = stranger.new_page()
+    broken: list[str] = []
+    page.on("console", lambda told: broken.append(told.text))
+    page.goto(link)
+    expect(page.locator("article")).to_have_count(2)
+    expect(page.locator("strong")).to_have_text("first")
+    expect(page.get_by_text("A word in a thought.")).to_have_count(0)
+    assert grave_violations_of_static(page) == []
+    assert broken == []
+    assert stranger.cookies() == []
+    dialog.get_by_role("button", name="Revoke").click()
+    expect(dialog.get_by_role("button", name="Revoke")).to_have_count(0)
+    page.goto(link)
+    expect(page.get_by_text("it has ended")).to_be_visible()
+    stranger.close()
+
+
+def grave_violations_of_static(page: Page) -> list[str]:
+    """The sandbox of a shared page runs no script, so its elements are looked at from another page."""
+    html = page.content()
+    other = page.context.new_page()
+    other.set_content(html)
+    found = grave_violations(other)
+    other.close()
+    return found
+
+
+def test_sharing_is_not_offered_where_the_operator_does_not_allow_it(page: Page, quick: Served) -> None:
+    page.goto(quick.url)
+    ask(page, "Hello")
+    ended(page)
+    page.get_by_role("button", name="More", exact=True).click()
+    expect(page.get_by_role("button", name="Find in conversation")).to_be_visible()
+    expect(page.get_by_role("button", name="Share…")).to_have_count(0)
+
+
+def test_words_are_found_in_what_is_shown(talk: Page) -> None:
+    talk.get_by_role("heading", level=1).click()
+    talk.keyboard.press("Alt+f")
+    bar = talk.get_by_role("search", name="Find in conversation")
+    field = bar.get_by_label("Find in conversation")
+    expect(field).to_be_focused()
+    field.fill("WORD")
+    told = bar.get_by_role("status")
+    expect(told).to_have_text("1 of 4")
+    assert talk.evaluate("CSS.highlights.get('found').size") == 4
+    field.press("Enter")
+    expect(told).to_have_text("2 of 4")
+    field.press("Shift+Enter")
+    field.press("Shift+Enter")
+    expect(told).to_have_text("4 of 4")
+    field.fill("first word")  # across elements
+    expect(told).to_have_text("1 of 1")
+    field.fill("(nothing")
+    expect(told).to_have_text("No matches")
+    assert grave_violations(talk) == []
+    field.press("Escape")
+    expect(bar).to_have_count(0)
+    assert talk.evaluate("CSS.highlights.has('found')") is False
+
+
+def test_new_conversations_begin_with_the_defaults_in_every_browser(
+    page: Page, browser: Browser, sharing: Served
+) -> None:
+    page.goto(sharing.url)
+    choose(page, "Defaults for new conversations")
+    dialog = page.get_by_role("dialog", name="Defaults for new conversations")
+    dialog.get_by_label("System prompt").fill("Be brief.")
+    assert grave_violations(page) == []
+    dialog.get_by_role("button", name="Save", exact=True).click()
+    expect(dialog).to_have_count(0)
+    context = browser.new_context(service_workers="block")
+    other = context.new_page()
+    with other.expect_response("**/api/defaults"):
+        other.goto(sharing.url)
+    with other.expect_request(lambda one: one.method == "POST" and one.url.endswith("/api/conversations")) as made:
+        ask(other, "Hello")
+    assert '"system":"Be brief."' in (made.value.post_data or "")
+    ended(other)
+    context.close()
