@@ -606,6 +606,8 @@ export const strings = {
 
   markdown: {
     plainText: 'text',
+    preview: 'Preview',
+    previewOf: (kind: string) => `Preview of ${kind === 'mermaid' ? 'the diagram' : kind.toUpperCase()}`,
     copyCode: (language: string) => `Copy ${language}`,
     picture: 'picture',
     table: 'Table',

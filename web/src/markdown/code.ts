@@ -1,5 +1,6 @@
 // Code with its language, a button that copies it, and colours when the highlighter is there.
 import { strings } from '../strings'
+import { previewFrame, previewKind, type Kind } from './preview'
 
 type Highlighter = typeof import('highlight.js/lib/common').default
 let highlighter: Highlighter | null = null
@@ -21,6 +22,8 @@ export class CodeView {
   #shown = ''
   #language: string
   #coloured = 0
+  #preview: HTMLButtonElement | null = null
+  #copy: HTMLButtonElement
 
   constructor(info: string) {
     this.#language = info.split(/[\s,{]/)[0] ?? ''
@@ -34,6 +37,7 @@ export class CodeView {
     copy.textContent = strings.copy
     copy.ariaLabel = strings.markdown.copyCode(this.#language || strings.markdown.plainText)
     copy.addEventListener('click', () => void copied(copy, this.#shown))
+    this.#copy = copy
     head.append(name, copy)
     const pre = document.createElement('pre')
     pre.tabIndex = 0
@@ -44,7 +48,28 @@ export class CodeView {
 
   update(source: string, whole: boolean): void {
     if (source !== this.#shown) this.#write(source)
+    const kind = whole && !this.#preview ? previewKind(this.#language, source) : null
+    if (kind) this.#offerPreview(kind)
     if (source.length <= (whole ? MOST : LIVE) && (whole || performance.now() - this.#coloured > 250)) this.#colour(source)
+  }
+
+  /** A button that shows it in a frame below its source, and takes the frame away again. */
+  #offerPreview(kind: Kind): void {
+    const button = document.createElement('button')
+    button.type = 'button'
+    button.className = 'quiet copy'
+    button.textContent = strings.markdown.preview
+    button.ariaLabel = strings.markdown.previewOf(kind)
+    button.ariaExpanded = 'false'
+    let frame: HTMLIFrameElement | null = null
+    button.addEventListener('click', () => {
+      frame?.remove()
+      frame = frame ? null : previewFrame(kind, this.#shown)
+      if (frame) this.element.append(frame)
+      button.ariaExpanded = String(frame !== null)
+    })
+    this.#preview = button
+    this.#copy.before(button)
   }
 
   #write(source: string): void {

@@ -31,6 +31,7 @@ POLICY = "; ".join(
         "connect-src 'self'",
         "manifest-src 'self'",
         "worker-src 'self'",
+        "frame-src 'self'",
         "base-uri 'none'",
         "form-action 'none'",
         "frame-ancestors 'none'",
@@ -44,6 +45,28 @@ HEADERS = {
     "cross-origin-opener-policy": "same-origin",
     "cross-origin-resource-policy": "same-origin",
     "permissions-policy": "camera=(self), geolocation=(), microphone=(self)",
+}
+PREVIEW = "preview.html"
+"""The frame in which the page shows HTML, SVG and diagrams that a model wrote."""
+PREVIEW_POLICY = "; ".join(
+    (
+        "default-src 'none'",
+        "script-src 'unsafe-inline'",
+        "style-src 'unsafe-inline'",
+        "img-src data: blob:",
+        "media-src data: blob:",
+        "font-src data:",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'self'",
+        "sandbox allow-scripts",
+    )
+)
+PREVIEW_HEADERS = {
+    **{name: value for name, value in HEADERS.items() if name != "x-frame-options"},
+    "content-security-policy": PREVIEW_POLICY,
+    "permissions-policy": "camera=(), geolocation=(), microphone=()",
+    "x-dns-prefetch-control": "off",
 }
 _CACHE_FOREVER = "public, max-age=31536000, immutable"
 _CACHE_REVALIDATE = "no-cache"
@@ -109,14 +132,15 @@ def _file(name: str, cache_control: str, encodings: str) -> Response:
     path = DIST / name
     if ".." in name or "\\" in name or path.suffix not in _MEDIA_TYPES or not path.is_file():
         raise NotFound("page", name)
-    headers = HEADERS | {"cache-control": cache_control, "vary": "accept-encoding"}
+    policy = PREVIEW_HEADERS if name == PREVIEW else HEADERS
+    headers = policy | {"cache-control": cache_control, "vary": "accept-encoding"}
     compressed = path.with_name(path.name + ".gz")
     if "gzip" in encodings and compressed.is_file():
         path, headers = compressed, headers | {"content-encoding": "gzip"}
     return FileResponse(path, media_type=_MEDIA_TYPES[Path(name).suffix], headers=headers)
 
 
-PUBLIC_PATHS = ("/", "/api/session", "/sw.js", "/manifest.webmanifest")
+PUBLIC_PATHS = ("/", f"/{PREVIEW}", "/api/session", "/sw.js", "/manifest.webmanifest")
 PUBLIC_PREFIXES = ("/assets/", "/icon", "/share/")
 _YEAR = 365 * 24 * 3600
 
