@@ -15,6 +15,7 @@ from palaver.chat.local_chat import LocalChat
 from palaver.chat.model_pool import ModelPool
 from palaver.chat.reply_request import RequestBuilder
 from palaver.chat.subscription import TurnSubscription
+from palaver.chat.titles import TitleWriter
 from palaver.chat.tool_loop import ToolLoop, server_calls
 from palaver.chat.turns import ChangeFeed, Turns
 from palaver.errors import PalaverError
@@ -41,9 +42,10 @@ class Service:
         resume: bool = False,
         transcriber: str = "",
         toolbox: Toolbox | None = None,
+        titles: bool = False,
     ) -> None:
         """`resume`: whether to resume the replies of dead processes; else they are marked interrupted. `transcriber`:
-        the folder or hub id of a speech recognition model."""
+        the folder or hub id of a speech recognition model. `titles`: whether the model writes titles when idle."""
         self.store = store
         self.models = models
         self.changes = ChangeFeed()
@@ -62,6 +64,7 @@ class Service:
         self.loop = ToolLoop(self, toolbox or Toolbox())
         self.turns.calls_of, self.turns.on_calls = server_calls, self.loop.reply_ended
         self.fronts.on_round_stopped, self.fronts.on_cache_cleared = self.loop.cancel_calls, models.forget
+        self.titles = TitleWriter(self) if titles else None
         self._recovery = Recovery(store, self.turns, self.requests)
         self.media = models.decoder = MediaDecoder()
         self.transcriber_name = transcriber
@@ -75,6 +78,8 @@ class Service:
         recovering = asyncio.create_task(self._recover())
         self._stack.push_async_callback(self.loop.close)
         self._stack.push_async_callback(_cancel, recovering)
+        if self.titles is not None:
+            await self._stack.enter_async_context(self.titles)
         return self
 
     async def __aexit__(self, *error: object) -> None:

@@ -110,6 +110,8 @@ class Turns:
         """The calls of a complete reply that Palaver runs."""
         self.on_calls: Callable[[str], None] | None = None
         """A callback for a reply that ended with such calls."""
+        self.on_end: Callable[[Turn], None] | None = None
+        """A callback for every turn that ended."""
         self._lease: Lease
         self._recorder: TokenRecorder
         self._renewing: asyncio.Task[None]
@@ -444,6 +446,8 @@ class Turns:
             self._evict_ended()
             if turn.has_calls and self.on_calls is not None:
                 self.on_calls(turn.id)
+            if self.on_end is not None:
+                self.on_end(turn)
 
     async def _generate(self, turn: Turn) -> tuple[Finished | Failed, ReplyBatch]:
         """Generates the reply and appends its batches to the log. Returns its ending, with the last batch."""

@@ -72,6 +72,7 @@ def serve(
     tools: Annotated[Path | None, typer.Option("--tools", metavar="FILE", help=strings.SERVE_TOOLS)] = None,
     any_variables: Annotated[bool, typer.Option("--any-variables", help=strings.ANY_VARIABLES)] = False,
     any_model: Annotated[bool, typer.Option("--any-model", help=strings.ANY_MODEL)] = False,
+    titles: Annotated[bool, typer.Option("--titles/--no-titles", help=strings.TITLES)] = True,
     resume: Annotated[bool, typer.Option("--resume/--no-resume", help=strings.RESUME_REPLIES)] = True,
     grace: Annotated[float, typer.Option("--grace", metavar="S", min=0, help=strings.GRACE)] = 10.0,
     socket_grace: Annotated[
@@ -134,7 +135,7 @@ def serve(
             )
             serving = _run(
                 store, database or "", name, models, preload or (), settings, certificate, grace, resume, transcriber,
-                toolbox,
+                toolbox, titles,
             )  # fmt: skip
             asyncio.run(serving)
 
@@ -151,6 +152,7 @@ async def _run(
     resume: bool,
     transcriber: str,
     toolbox: Toolbox,
+    titles: bool,
 ) -> None:
     import asyncio
     import secrets
@@ -166,7 +168,8 @@ async def _run(
     secret, login = local_token(store.folder), secrets.token_urlsafe(16)
     leaf = leaf_certificate(certificate.chain) if certificate is not None else ""
     with listener, announce_server(store.folder, url, secret, _without_password(database), leaf) as announced:
-        async with Service(store, models, resume=resume, transcriber=transcriber, toolbox=toolbox) as service:
+        service = Service(store, models, resume=resume, transcriber=transcriber, toolbox=toolbox, titles=titles)
+        async with service:
             models.load(name or DEFAULT_MODEL)
             settings = replace(settings, instance=announced.instance, secret=secret, login_code=login)
             server = Server(service, settings)

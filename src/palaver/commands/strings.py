@@ -164,6 +164,7 @@ REMOTE_MEDIA = "Let requests name pictures and other files by their address on t
 SHARE = "Let users share conversations: read-only pages, by links that need no key, can be revoked and expire."
 ANY_VARIABLES = "Let requests set any variable of the chat template."
 ANY_MODEL = "Let administrators load any model of the hub."
+TITLES = "Let the model write the titles of conversations, when it is idle."
 RESUME_REPLIES = "Continue replies that a crash interrupted."
 GRACE = "How many seconds running replies get to finish on shutdown."
 SOCKET_GRACE = "How many seconds a reply waits for a lost WebSocket to reconnect."

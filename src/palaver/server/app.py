@@ -63,6 +63,8 @@ class Server:
         )
         service.turns.on_event = TurnMetrics(self.state.metrics).on_event
         service.should_continue = is_background
+        if service.titles is not None:
+            service.titles.is_busy = lambda: len(self.state.limiter) > 0
         if settings.forced:
             service.requests.adjust = lambda given, format: operator_parameters({}, given, settings.forced, format)
         self.routes = _routes(self.state)
