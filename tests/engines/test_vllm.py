@@ -9,10 +9,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from pydantic import BaseModel, ValidationError, field_validator
 
+from palaver.engines.base import Capability
 from palaver.engines.core.token_stream import TokenRequest
-from palaver.engines.vllm.engine import needs_processor
-from palaver.engines.vllm.sampling_params import BAN, check_native, native_parameters
+from palaver.engines.vllm.engine import _reason, needs_processor
+from palaver.engines.vllm.sampling_params import BAN, check_native, native_lacks, native_parameters
 from palaver.errors import BadParameter
 from palaver.generation import Prompt
 from palaver.processes import HOST_VARIABLE
@@ -64,6 +66,28 @@ def test_a_continued_reply_has_the_seed_of_the_uncut_one_and_choices_differ() ->
 def test_what_vllm_would_ignore_is_refused_by_name(name: str, value: Any) -> None:
     with pytest.raises(BadParameter, match=f"^{name} "):
         check_native(PROMPT, replace(GREEDY, **{name: value}))
+
+
+def test_the_card_says_how_the_runner_draws() -> None:
+    older, newer = (native_lacks(draws)[Capability.EXACT_CONTINUATION] for draws in (False, True))
+    assert "draws anew" in older
+    assert "never tried" in newer
+
+
+def test_an_error_of_vllm_is_one_line() -> None:
+    class Settings(BaseModel):
+        runner: int
+
+        @field_validator("runner")
+        @classmethod
+        def check(cls, value: int) -> int:
+            raise ValueError("Model Runner V2 requires Triton.\nInstall it.")
+
+    with pytest.raises(ValidationError) as invalid:
+        Settings(runner=2)
+    assert _reason(invalid.value) == "Model Runner V2 requires Triton."
+    assert _reason(RuntimeError("no memory\nat all")) == "no memory"
+    assert _reason(RuntimeError()) == "RuntimeError"
 
 
 def test_greedy_tokens_need_no_processor_and_others_do() -> None:

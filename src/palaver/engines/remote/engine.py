@@ -24,7 +24,7 @@ from palaver.engines.core.token_stream import TokenRequest, TokenStreamEngine
 from palaver.engines.llamacpp.metadata import end_ids as gguf_end_ids
 from palaver.engines.llamacpp.metadata import sampling_defaults
 from palaver.engines.remote.servers import LlamaServer, ServerFacts, TokenServer, VllmServer
-from palaver.engines.vllm.sampling_params import NATIVE_LACKS, check_native
+from palaver.engines.vllm.sampling_params import check_native, native_lacks
 from palaver.errors import BrokenModel
 from palaver.generation import Prefilled, Prompt, Step
 from palaver.gguf import read_gguf
@@ -111,7 +111,10 @@ def describe(
     fingerprint = Fingerprint(
         REMOTE_RUNNER, f"{kind}-{facts.build}", host, "", EXACTNESS_LABELS[BY_BATCH], NATIVE_SAMPLER
     )
-    lacks = {capability: why.replace("vLLM's own sampler", "its sampler") for capability, why in NATIVE_LACKS.items()}
+    lacks = {
+        capability: why.replace("vLLM's own sampler", "its sampler") for capability, why in native_lacks(False).items()
+    }
+    lacks[Capability.EXACT_CONTINUATION] = "its sampler may draw anew after a stop; greedy replies continue exactly"
     if not facts.isolates_owners:
         lacks[Capability.OWNER_ISOLATION] = "the server's cache of prompts has no owners"
     return EngineInfo(

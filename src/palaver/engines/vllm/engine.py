@@ -20,7 +20,7 @@ from palaver.engines.core.processor_factory import with_grammars
 from palaver.engines.core.sampler import SAMPLER_VERSION
 from palaver.engines.core.token_stream import SourceDied, TokenRequest, TokenStreamEngine
 from palaver.engines.host.frames import EngineSpec
-from palaver.engines.vllm.sampling_params import NATIVE_LACKS, check_native, common_parameters, native_parameters
+from palaver.engines.vllm.sampling_params import check_native, common_parameters, native_lacks, native_parameters
 from palaver.engines.vllm.workers import SamplingWorkers
 from palaver.errors import BadParameter, BrokenModel, EngineError
 from palaver.generation import Alternative, Prefilled, Prompt, Step
@@ -91,12 +91,18 @@ def load(
     try:
         llm = AsyncLLM.from_engine_args(engine_arguments)
     except Exception as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise BrokenModel(f"vLLM can't load this model: {reason}") from error
+        raise BrokenModel(f"vLLM can't load this model: {_reason(error)}") from error
     info = describe(checkpoint, llm.vllm_config, native_sampling)
     lora = None if adapter is None else LoRARequest(adapter.name, 1, str(adapter))
     source = VllmSource(llm, info, workers, SamplingParams, lora)
     return TokenStreamEngine(info, vocabulary, source, on_failure)
+
+
+def _reason(error: Exception) -> str:
+    """The first line of an error; of an error of validation, what the first check says."""
+    checks = getattr(error, "errors", None)
+    text = str(checks()[0]["msg"]) if callable(checks) else str(error).strip()
+    return (text.removeprefix("Value error, ").splitlines() or [type(error).__name__])[0]
 
 
 def _set_environment(cache_bytes: int | None, sampling_socket: Path | None) -> None:
@@ -156,7 +162,7 @@ def describe(checkpoint: Checkpoint, config: Any, native: bool) -> EngineInfo:
         exactness=BY_BATCH,
         fingerprint=str(fingerprint),
     )
-    return replace(info, lacks=NATIVE_LACKS) if native else with_grammars(info)
+    return replace(info, lacks=native_lacks(config.use_v2_model_runner)) if native else with_grammars(info)
 
 
 def needs_processor(prompt: Prompt, sampling: Sampling) -> bool:

@@ -25,12 +25,21 @@ ONLY_WITH_ANOTHER = frozenset(
 )
 """Parameters without effect unless another one is set."""
 OWN_SAMPLER = "vLLM's own sampler chooses the tokens here, and it has no such rule over a continued reply"
-NATIVE_LACKS = {
-    Capability.CONSTRAINTS: "vLLM's own sampler starts a grammar at the first token, not with the answer",
-    Capability.TOKEN_HEALING: OWN_SAMPLER,
-    Capability.FILTERS: OWN_SAMPLER,
-    Capability.EXACT_CONTINUATION: "vLLM's own sampler draws anew after a stop; greedy replies continue exactly",
-}
+DRAWS_ANEW = "vLLM's own sampler draws anew after a stop; greedy replies continue exactly"
+DRAWS_BY_POSITION = (
+    "vLLM's newer model runner draws by seed and position, so that a sampled reply should go on as the uncut one, but"
+    " this was never tried; greedy replies continue exactly"
+)
+
+
+def native_lacks(draws_by_position: bool) -> dict[Capability, str]:
+    """What vLLM's own sampler can't do. `draws_by_position`: with its newer model runner, which needs a GPU."""
+    return {
+        Capability.CONSTRAINTS: "vLLM's own sampler starts a grammar at the first token, not with the answer",
+        Capability.TOKEN_HEALING: OWN_SAMPLER,
+        Capability.FILTERS: OWN_SAMPLER,
+        Capability.EXACT_CONTINUATION: DRAWS_BY_POSITION if draws_by_position else DRAWS_ANEW,
+    }
 
 
 def check_native(prompt: Prompt, sampling: Sampling) -> None:
