@@ -8,14 +8,17 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import httpx
 import pytest
 from typer.testing import CliRunner
 
 from palaver.cli import app
 from palaver.client.discovery import find_server
 from palaver.commands.serve import _ensure_keys
+from palaver.models.resolver import resolve_folder
 from palaver.server.settings import ServerSettings
 from palaver.store import open_store
 from tests.client.test_tls import made
@@ -108,6 +111,40 @@ def test_a_terminal_attaches_to_a_server_with_a_certificate_of_its_own(tmp_path:
     assert url.startswith("https://")
     assert f"connected to your server at {url}" in ran.stderr
     assert "42" in ran.stdout
+
+
+def test_it_preloads_models_and_unloads_them_again_and_refuses_one_that_does_not_fit(tmp_path: Path) -> None:
+    large = tmp_path / "large"
+    shutil.copytree(resolve_folder("sprout"), large)
+    with (large / "model.safetensors").open("ab") as weights:
+        weights.truncate(9_000_000_000)  # takes no space on the disk
+    options = ["--preload", str(large), "--preload", "sprout-diffusion", "--memory", "3GB", "--keep-alive", "3s"]
+    command = [sys.executable, "-m", "palaver", "serve", "--port", "0", "--data", str(tmp_path), *options]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stderr is not None
+        try:
+            url = process.stderr.readline().split()[3]
+            refused = process.stderr.readline()
+            states: list[str] = []
+            while states[-2:] != ["ready", "available"]:
+                state = get(f"{url}/api/model?name=sprout-diffusion").json()["state"]
+                states += [state] if states[-1:] != [state] else []
+                time.sleep(0.02)
+            body = {"model": str(large), "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 4}
+            too_large = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=120, trust_env=False)
+            answered = httpx.post(
+                f"{url}/v1/chat/completions", json={**body, "model": "sprout-diffusion"}, timeout=120, trust_env=False
+            )
+        finally:
+            process.send_signal(signal.SIGTERM)
+            rest = process.stderr.read()
+        assert process.wait(60) == 0, rest
+    assert "needs about" in refused
+    assert too_large.status_code == 400
+    assert too_large.json()["error"]["message"] in refused
+    assert (answered.status_code, answered.json()["model"]) == (200, "sprout-diffusion"), "it is loaded again"
+    assert "Traceback" not in rest
 
 
 def test_a_model_that_is_not_there_ends_it(tmp_path: Path) -> None:
