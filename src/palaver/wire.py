@@ -284,6 +284,12 @@ class RemoveToolServerRequest(RequestModel):
     name: str
 
 
+class ForgottenSchema(ValueModel):
+    """How many rules were removed."""
+
+    forgotten: int
+
+
 class ReadToolResourceRequest(RequestModel):
     """A resource of a tool server by its URI, or a prompt by its name, with the prompt's arguments."""
 

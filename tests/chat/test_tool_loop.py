@@ -7,15 +7,17 @@ import json
 import sys
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from palaver.chat.interface import CallDecision, Chat, Remember
+from palaver.chat.parameters import LOOP
 from palaver.chat.service import Service
-from palaver.chat.tool_loop import DENIED, FORBIDDEN, SKIPPED, LoopLimits
+from palaver.chat.tool_loop import DENIED, FORBIDDEN, SKIPPED, LoopLimits, server_calls
 from palaver.errors import BadParameter
-from palaver.messages import Role, ToolResult, tool, user
+from palaver.messages import Role, Thinking, ToolCall, ToolResult, tool, user
 from palaver.store import NotFound, ReplyStatus, StoredMessage, open_store
 from palaver.store.tool_rounds import CallState, RoundState
 from palaver.tools.config import BadToolServer, ServerConfig
@@ -31,6 +33,7 @@ from tests.chat.tool_service import (
     wait_for_round,
 )
 from tests.chat.tool_stops import measure_stops
+from tests.store.factories import SETTINGS
 from tests.tools import misbehaving_server
 
 
@@ -328,6 +331,21 @@ async def test_a_reply_says_which_tools_were_not_offered(tmp_path: Path) -> None
         round = await wait_for_round(chat, reply.id)
         await chat.decide_calls(reply.id, approve(round))
         assert (await next_reply(chat, round)).text == ANSWER
+
+
+async def test_a_reply_carries_the_notices_of_its_servers(chat: Chat) -> None:
+    reply = await send(chat, ["bad__deep"])
+    assert reply.reply is not None
+    notices = reply.reply.settings.options["loop"]["notices"]["bad"]
+    assert "The tool 'deep' is offered without its schema, which is nested more than 32 deep." in notices
+    assert (await wait_for_round(chat, reply.id)).calls[0].name == "bad__deep"  # it is called all the same
+
+
+def test_a_call_inside_a_thought_is_one_that_runs() -> None:
+    loop = {"servers": ["bad"], "tools": {"unchanged": "bad__unchanged"}}
+    call = ToolCall("call_1", "unchanged", "{}", in_thought=True)
+    (found,) = server_calls(replace(SETTINGS, options={LOOP: loop}), (Thinking("Let me look."), call))
+    assert (found.name, found.in_thought) == ("bad__unchanged", True)
 
 
 async def test_a_deleted_conversation_stops_its_calls(chat: Chat, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from palaver.store import Blob, Conversation, Cursor, Preset, SearchHit, StoredM
 from palaver.store.comparisons import Comparison, TallyRow
 from palaver.store.records import ConversationDefaults
 from palaver.store.shares import Share
-from palaver.store.tool_rounds import ToolRound
+from palaver.store.tool_rounds import ToolRound, ToolRule
 from palaver.tools.config import ServerConfig
 from palaver.tools.servers import ServerCard, ServerResource
 from palaver.transcripts.transcript import SkippedConversation
@@ -413,6 +413,14 @@ class Chat(Protocol):
         ...
 
     async def remove_tool_server(self, name: str) -> None: ...
+
+    async def tool_rules(self) -> tuple[ToolRule, ...]:
+        """What this user decided about tools and servers for the future."""
+        ...
+
+    async def forget_tool_rules(self, name: str | None = None, conversation_id: str | None = None) -> int:
+        """Takes decisions back: all, those about a tool or server, or those in a conversation. Returns how many."""
+        ...
 
     async def tool_resources(self, server: str) -> tuple[ServerResource, ...]:
         """The resources and prompts of a tool server, to be attached to a message."""

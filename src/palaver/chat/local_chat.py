@@ -50,7 +50,7 @@ from palaver.store.comparisons import Comparison, TallyRow
 from palaver.store.encoding import store_media
 from palaver.store.records import ConversationDefaults
 from palaver.store.shares import Share
-from palaver.store.tool_rounds import ToolRound
+from palaver.store.tool_rounds import ToolRound, ToolRule
 from palaver.tools.config import ServerConfig
 from palaver.tools.servers import ServerCard, ServerResource
 from palaver.transcripts import TranscriptFormat, read_conversation, read_file, store_transcript, write_transcript
@@ -460,6 +460,12 @@ class LocalChat:
     async def remove_tool_server(self, name: str) -> None:
         await self._service.loop.toolbox.remove(self._owner, name, is_local=self._is_local)
         await _thread(self._store.tool_rounds.forget_server, self._owner, name)
+
+    async def tool_rules(self) -> tuple[ToolRule, ...]:
+        return await _thread(self._store.tool_rounds.list_rules, self._owner)
+
+    async def forget_tool_rules(self, name: str | None = None, conversation_id: str | None = None) -> int:
+        return await _thread(self._store.tool_rounds.forget_rules, self._owner, name, conversation_id)
 
     async def tool_resources(self, server: str) -> tuple[ServerResource, ...]:
         return await self._service.loop.toolbox.list_resources(self._owner, server)

@@ -35,8 +35,8 @@ LOOP = "loop"
 full ones), and the parameters of its turn."""
 OFFER = "tool_offer"
 """Added to the parameters of a turn: `tools`, the names under which tools of servers are offered, with their full ones,
-`approvals`, the tools that always or never need an approval, and `failed`, the servers whose tools are not offered,
-with the reasons."""
+`approvals`, the tools that always or never need an approval, `failed`, the servers whose tools are not offered, with
+the reasons, and `notices` about tools, by server."""
 ONCE_ONLY = ("must_call", "note", "response_prefix", "choice")
 """Parameters of a turn that apply to its first reply alone."""
 

@@ -11,6 +11,7 @@ from palaver.chat.model import Model, draw_seed, offset_limits, text_size
 from palaver.chat.parameters import (
     LOGPROBS,
     LOOP,
+    OFFER,
     Overflow,
     loop_options,
     merge_parameters,
@@ -25,6 +26,7 @@ from palaver.generation import Prompt
 from palaver.messages import Message, Role, Text, Thinking
 from palaver.phases import Phase
 from palaver.store import Conversation, ReplySettings, ReplyStatus, Store, StoredMessage, prompt_messages
+from palaver.tools.toolbox import server_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +92,15 @@ class RequestBuilder:
             self.past_replies(model, path),
             conversation.id,
         )
-        dropped, rendered = fit_prompt(model, request, resolved.overflow)
+        offer = turn_parameters.get(OFFER, {})
+        try:
+            dropped, rendered = fit_prompt(model, request, resolved.overflow)
+        except BadParameter as error:
+            if error.name != "tools" or error.value not in offer.get("tools", ()):
+                raise
+            turn_parameters = {**turn_parameters, OFFER: _with_notice(offer, str(error.value), error.why)}
+            request = replace(request, options=replace(request.options, must_call=()))
+            dropped, rendered = fit_prompt(model, request, resolved.overflow)
         request = without_oldest(request, dropped)
         settings = _settings(model, request, system, dropped, resolved.note)
         if resolved.tool_servers:
@@ -125,6 +135,13 @@ class RequestBuilder:
         if stored.reply is None or stored.reply.settings.tokenizer != model.tokenizer:
             return None
         return self._store.replies.token_ids(stored.id)
+
+
+def _with_notice(offer: Mapping[str, Any], tool: str, why: str) -> dict[str, Any]:
+    """The offer with a notice about a tool of a server, whose schema no grammar can hold: its call is not forced."""
+    server = server_of(offer["tools"][tool])
+    notices = offer.get("notices", {})
+    return {**offer, "notices": {**notices, server: [*notices.get(server, ()), f"The tool {tool!r}: {why}."]}}
 
 
 def _continue_partial(model: Model, prepared: PreparedRequest, partial: PartialReply | None) -> PreparedRequest:

@@ -28,7 +28,7 @@ from palaver.messages import MediaPart, Part, Role, Text, ToolCall, tool
 from palaver.store import Blob, NotFound, ReplySettings, StoredMessage
 from palaver.store.encoding import load_media, store_media
 from palaver.store.tool_rounds import ENDED, CallState, RoundCall, RoundState, Rule, ToolRound
-from palaver.tools.servers import ServerTool, ToolFile
+from palaver.tools.servers import SEPARATOR, ServerTool, ToolFile
 from palaver.tools.toolbox import Toolbox, ToolPolicy, parse_policy, server_of
 
 if TYPE_CHECKING:
@@ -39,6 +39,10 @@ DENIED = "The user did not allow this call."
 FORBIDDEN = "This tool is not allowed in this conversation."
 SKIPPED = "The call was interrupted. It is not known whether it had an effect."
 NO_POLICY = ToolPolicy()
+MAX_NOTICES = 10
+"""Notices of a server that a reply carries."""
+ANY = "*"
+"""In `must_call`: any tool of the servers, or after the name of a server and the separator, any of its tools."""
 _PLAIN = re.compile(r"[A-Za-z0-9_-]{1,64}")
 NO_SUCH_TOOL = "There is no tool {name!r}."
 BAD_ARGUMENTS = "The arguments are not a JSON object."
@@ -337,7 +341,11 @@ class ToolLoop:
         names = _short_names(offered, {_client_tool_name(one) for one in own})
         tools = [*own, *(replace(one.to_tool(), name=short) for short, one in names.items())]
         full_names = {short: one.name for short, one in names.items()}
-        return {**parameters, "tools": tools, OFFER: {"tools": full_names, "approvals": approvals, "failed": failed}}
+        cards = self.toolbox.cards(owner, merged["tool_servers"])
+        notices = {card.name: list(card.notices[:MAX_NOTICES]) for card in cards if card.notices}
+        offer = {"tools": full_names, "approvals": approvals, "failed": failed, "notices": notices}
+        forced = _forced_tools(merged.get("must_call"), names)
+        return {**parameters, **forced, "tools": tools, OFFER: offer}
 
     async def _check_limits(self, reply: StoredMessage) -> None:
         """Raises LoopLimitReached if the loop has used what it may since the user's message or continuation."""
@@ -399,6 +407,21 @@ def _short_names(tools: Sequence[ServerTool], taken: Collection[str]) -> dict[st
         one.tool if own_names[one.tool] == 1 and one.tool not in taken and _PLAIN.fullmatch(one.tool) else one.name: one
         for one in tools
     }
+
+
+def _forced_tools(must_call: Any, names: Mapping[str, ServerTool]) -> dict[str, Any]:
+    """The parameter `must_call` by the names that the model uses, where it has full names or ANY."""
+    if not isinstance(must_call, list | tuple):
+        return {}
+    found: list[str] = []
+    for name in must_call:
+        servers_tools = [
+            short
+            for short, one in names.items()
+            if name in (ANY, one.name, short) or name == f"{one.server}{SEPARATOR}{ANY}"
+        ]
+        found += servers_tools or [name]
+    return {"must_call": list(dict.fromkeys(found))}
 
 
 def _client_tool_name(tool: Any) -> str:

@@ -35,7 +35,7 @@ from palaver.messages import Message, Part
 from palaver.store import Blob, Conversation, Cursor, NotFound, Preset, SearchHit, StoredMessage, TreeNode
 from palaver.store.comparisons import Comparison, TallyRow
 from palaver.store.records import ConversationDefaults
-from palaver.store.tool_rounds import ToolRound
+from palaver.store.tool_rounds import ToolRound, ToolRule
 from palaver.tools.config import BadToolServer, ServerConfig
 from palaver.tools.servers import ServerCard, ServerResource
 
@@ -475,6 +475,14 @@ class HttpChat:
     async def remove_tool_server(self, name: str) -> None:
         body = _request_body(wire.RemoveToolServerRequest, name=name)
         await self._connection.send("POST", "/tools/remove", body=body)
+
+    async def tool_rules(self) -> tuple[ToolRule, ...]:
+        return await self._connection.get(tuple[ToolRule, ...], "/tools/rules")
+
+    async def forget_tool_rules(self, name: str | None = None, conversation_id: str | None = None) -> int:
+        query = {"name": name, "conversation": conversation_id}
+        response = await self._connection.send("DELETE", "/tools/rules", query=query)
+        return parse_response(response, wire.ForgottenSchema).forgotten
 
     async def tool_resources(self, server: str) -> tuple[ServerResource, ...]:
         return await self._connection.get(tuple[ServerResource, ...], "/tools/resources", server=server)

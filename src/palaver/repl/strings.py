@@ -297,6 +297,14 @@ TOOL_ATTACH_USAGE = (
     "Type /tools attach SERVER to see its resources and prompts, and /tools attach SERVER NAME to attach one."
 )
 TOOL_NO_RESOURCES = "{name} has no resources or prompts."
+TOOL_RULES_NONE = "Nothing is remembered: every call is asked about."
+TOOL_RULE = "{name}: {rule}{place}"
+TOOL_RULE_HERE = ", in this conversation"
+TOOL_RULE_ELSEWHERE = ", in another conversation"
+TOOL_RULES_FORGET = "/tools forget NAME takes one back, /tools forget all takes back all."
+TOOL_RULES_FORGOTTEN = "Taken back: {rules}."
+TOOL_RULES = ("rule", "rules")
+TOOL_RULE_UNKNOWN = 'Nothing is remembered about "{name}".'
 TOOL_SERVER_UNKNOWN = 'No tool server named "{name}".'
 APPROVE_CALL = (
     "Run it? y yes, n no, a always this tool here, s always this server, v never this tool here, e edit, q stop:"
@@ -311,6 +319,7 @@ EDIT_ARGUMENTS = "Arguments of {name}, as JSON (empty: {arguments}):"
 NOT_AN_OBJECT = "The arguments must be a JSON object."
 TOOLS_RUN = "Running {names}"
 WAITING_FOR_TOOLS = "Connecting to the tool servers"
+TOOLS_NOTICE = "{server}: {text}"
 TOOLS_MISSING = "The tools of {server} were not offered: it {why}."
 TOOLS_STOPPED = "The tool calls are stopped. /continue goes on."
 TOOLS_WAIT = "Tool calls wait for approval: continue this conversation at a terminal or on the page."
@@ -438,7 +447,7 @@ COMMANDS = {
     "preset": CommandText("save or load the settings under a name", "save | load | delete NAME"),
     "tools": CommandText(
         "tool servers, and tools of a JSON file",
-        "[add NAME COMMAND|URL | remove NAME | on | off | attach SERVER NAME | FILE]",
+        "[add NAME COMMAND|URL | remove NAME | on | off | attach SERVER NAME | forget NAME | FILE]",
     ),
     "result": CommandText("answer a tool call", "[NAME] TEXT"),
     "save": CommandText("add this branch to a JSONL file for training", "[FILE]"),

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from palaver.chat.interface import CallDecision, Remember
 from palaver.chat.parameters import LOOP
+from palaver.messages import Role
 from palaver.repl import strings
 from palaver.repl.reply_view import format_call
 from palaver.repl.text import format_blob, format_count, sanitize
@@ -39,6 +40,7 @@ async def follow_round(session: Session, reply: StoredMessage) -> StoredMessage 
         return None
     for server, why in reply.reply.settings.options[LOOP].get("failed", {}).items():
         session.screen.note(strings.TOOLS_MISSING.format(server=server, why=sanitize(why)))
+    await _show_notices(session, reply)
     shown: set[int] = set()
     while (round := await session.chat.tool_round(reply.id)) is not None:
         await _show_results(session, round, shown)
@@ -56,6 +58,17 @@ async def follow_round(session: Session, reply: StoredMessage) -> StoredMessage 
         else:
             await _wait(session, round)
     return None
+
+
+async def _show_notices(session: Session, reply: StoredMessage) -> None:
+    """Notices about the tools that were offered, with the first reply of a loop."""
+    assert reply.reply is not None
+    notices = reply.reply.settings.options[LOOP].get("notices", {})
+    if not notices or reply.parent_id is None or (await session.chat.message(reply.parent_id)).role is Role.TOOL:
+        return
+    for server, texts in notices.items():
+        for text in texts:
+            session.screen.note(strings.TOOLS_NOTICE.format(server=server, text=sanitize(text)))
 
 
 async def _next_reply(session: Session, round: ToolRound) -> StoredMessage | None:

@@ -199,6 +199,7 @@ PUBLISHED_VALUES = {
     "ToolCallOpened": "",
     "ToolResult": "",
     "ToolRound": "The tool calls of one reply that run on the server; `next_id` is the reply to their results.",
+    "ToolRule": "What a user decided about a tool in a conversation, or about a server in all, for the future.",
     "ToolServer": "A tool server and its state.",
     "TurnEvent": "",
     "Usage": "",

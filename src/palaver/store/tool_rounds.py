@@ -93,6 +93,17 @@ class Rule(StrEnum):
     NEVER = "never"
 
 
+@dataclass(frozen=True, slots=True)
+class ToolRule:
+    """What a user decided for the future."""
+
+    name: str
+    """Of a tool, or of a server for all its tools."""
+    rule: Rule
+    conversation_id: str = ""
+    """The conversation in which the rule of a tool holds; empty for a server: it holds in all."""
+
+
 class ToolRounds:
     def __init__(self, database: Database, leases: Leases) -> None:
         self._database = database
@@ -242,6 +253,24 @@ class ToolRounds:
             if rule is not None:
                 row = {"owner_id": owner, "conversation_id": conversation_id, "name": name, "rule": rule.value}
                 connection.execute(insert(tool_rules).values(row))
+
+    def list_rules(self, owner: str) -> tuple[ToolRule, ...]:
+        """The rules of a user, without those of deleted conversations."""
+        gone = select(conversations.c.id).where(conversations.c.deleted_at.is_not(None))
+        query = select(tool_rules).where(tool_rules.c.owner_id == owner, tool_rules.c.conversation_id.not_in(gone))
+        with self._database.read_transaction() as connection:
+            rows = connection.execute(query.order_by(tool_rules.c.name, tool_rules.c.conversation_id))
+            return tuple(ToolRule(row.name, Rule(row.rule), row.conversation_id) for row in rows)
+
+    def forget_rules(self, owner: str, name: str | None = None, conversation_id: str | None = None) -> int:
+        """Removes rules of a user: all, those of a name, or those in a conversation. Returns how many."""
+        which = delete(tool_rules).where(tool_rules.c.owner_id == owner)
+        if name is not None:
+            which = which.where(tool_rules.c.name == name)
+        if conversation_id is not None:
+            which = which.where(tool_rules.c.conversation_id == conversation_id)
+        with self._database.write_transaction() as connection:
+            return connection.execute(which).rowcount
 
     def forget_server(self, owner: str, server: str) -> None:
         """Removes all rules of a user for a server and its tools."""

@@ -101,7 +101,7 @@ class ServerCard:
     error: str = ""
     tools: tuple[ServerTool, ...] = ()
     notices: tuple[str, ...] = ()
-    """Tools that were left out, and why."""
+    """Tools that were left out or are offered without their schemas, and why."""
     is_own: bool = False
     """Whether the user added it, and may remove it."""
 
@@ -460,7 +460,7 @@ def tool_name(server: str, tool: str) -> str:
 def _offered(
     server: str, listed: Iterable[types.Tool], limits: ToolLimits
 ) -> tuple[tuple[ServerTool, ...], tuple[str, ...]]:
-    """The tools to offer, and notices about those that are left out."""
+    """The tools to offer, and notices about those that are left out or offered without their schemas."""
     offered: dict[str, ServerTool] = {}
     notices: list[str] = []
     for tool in listed:
@@ -471,20 +471,22 @@ def _offered(
             break
         if not tool.name or name in offered:
             notices.append(f"A second tool {shown!r} was left out: its name is taken.")
-        elif why := _check_schema(tool.input_schema, limits):
-            notices.append(f"The tool {shown!r} was left out: its schema {why}.")
-        else:
-            hints = tool.annotations
-            title = tool.title or (hints.title if hints is not None else None) or ""
-            offered[name] = ServerTool(
-                name,
-                server,
-                tool.name,
-                (tool.description or "")[:MAX_DESCRIPTION],
-                _without_titles(tool.input_schema),
-                _one_line(title, 80),
-                bool(hints is not None and hints.read_only_hint),
-            )
+            continue
+        schema = _without_titles(tool.input_schema)
+        if why := _check_schema(schema, limits):
+            schema = {"type": "object"}
+            notices.append(f"The tool {shown!r} is offered without its schema, which {why}.")
+        hints = tool.annotations
+        title = tool.title or (hints.title if hints is not None else None) or ""
+        offered[name] = ServerTool(
+            name,
+            server,
+            tool.name,
+            (tool.description or "")[:MAX_DESCRIPTION],
+            schema,
+            _one_line(title, 80),
+            bool(hints is not None and hints.read_only_hint),
+        )
     return tuple(offered.values()), tuple(notices)
 
 
@@ -500,7 +502,7 @@ def _without_titles(schema: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _check_schema(schema: Mapping[str, Any], limits: ToolLimits) -> str:
-    """Why the schema is refused; empty if it is not. A model reads it with every prompt."""
+    """Why the schema is not passed on; empty if it is. A model reads it with every prompt."""
     if _depth(schema, limits.schema_depth) > limits.schema_depth:
         return f"is nested more than {limits.schema_depth} deep"
     if len(json.dumps(schema)) > limits.schema_bytes:

@@ -261,8 +261,8 @@ def http_client(config: ServerConfig, limits: ToolLimits, guard: AddressGuard | 
     """
     import httpx2
 
-    # Calls that the server does not end when they are cancelled hold a connection until they time out: they must not
-    # keep the next message, which may cancel another, from being sent.
+    # No limit of connections: a cancelled call that the server does not end holds one until it times out, and must not
+    # keep the next message, which may cancel another call, from being sent.
     inner = httpx2.AsyncHTTPTransport(trust_env=False, limits=httpx2.Limits(max_keepalive_connections=20))
 
     class BoundedStream(httpx2.AsyncByteStream):

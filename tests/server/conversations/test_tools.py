@@ -14,7 +14,7 @@ from palaver.addresses import AddressGuard
 from palaver.chat.interface import Chat, Remember
 from palaver.client.http_chat import HttpChat
 from palaver.errors import BadParameter
-from palaver.store.tool_rounds import CallState, RoundState
+from palaver.store.tool_rounds import CallState, RoundState, Rule, ToolRule
 from palaver.tools.config import BadToolServer, ServerConfig
 from palaver.tools.servers import ToolServerFailed, ToolServerState
 from tests.chat.tool_service import ANSWER, approve, next_reply, open_tools, send, wait_for_round
@@ -53,6 +53,24 @@ async def test_a_loop_over_http(chat: Chat) -> None:
     assert stopped.calls[0].state in (CallState.INTERRUPTED, CallState.WAITING)
     await chat.decide_calls(second.id, approve(stopped, allowed=False))
     assert (await next_reply(chat, stopped)).text == ANSWER
+
+
+async def test_remembered_decisions_are_listed_and_taken_back(chat: Chat) -> None:
+    reply = await send(chat, ["bad__unchanged", "bad__injection"])
+    round = await wait_for_round(chat, reply.id)
+    first, second = approve(round)
+    decisions = [replace(first, remember=Remember.SERVER), replace(second, allowed=False, remember=Remember.TOOL)]
+    await chat.decide_calls(reply.id, decisions)
+    await next_reply(chat, round)
+    server = ToolRule("bad", Rule.ALWAYS)
+    assert await chat.tool_rules() == (server, ToolRule("bad__injection", Rule.NEVER, reply.conversation_id))
+    assert await chat.forget_tool_rules("bad__injection", reply.conversation_id) == 1
+    assert await chat.tool_rules() == (server,)
+    assert await chat.forget_tool_rules("nothing") == 0
+    assert await chat.forget_tool_rules() == 1
+    assert await chat.tool_rules() == ()
+    again = await send(chat, ["bad__unchanged"])
+    assert (await wait_for_round(chat, again.id)).calls[0].state is CallState.WAITING
 
 
 async def test_only_urls_of_public_addresses_can_be_added(chat: Chat, url: str) -> None:

@@ -274,3 +274,23 @@ async def test_no_other_user_and_no_other_origin_decides(calling: Calling) -> No
         await calling.ask(["bad__unchanged"], tools=[{**BAD, "server_label": "nothing"}])
     again = await calling.client.responses.retrieve(first.id)
     assert again == first
+
+
+def test_the_tool_choice_of_tools_of_servers(client: openai.OpenAI) -> None:
+    def create(choice: Any, **fields: Any) -> Any:
+        tools = [{**DEMO, "require_approval": "always"}]
+        return client.responses.create(model="sprout", input="Hello!", tools=tools, tool_choice=choice, **fields)
+
+    none = create("none")
+    assert kinds(none) == ["mcp_list_tools", "message"]
+    assert none.tool_choice == "none"
+    assert kinds(create("required"))[:2] == ["mcp_list_tools", "mcp_approval_request"]
+    for choice in ({"name": "clock"}, {}):
+        value = create({"type": "mcp", "server_label": "demo", **choice})
+        requests = [item for item in value.output if item.type == "mcp_approval_request"]
+        assert [item.server_label for item in requests][:1] == ["demo"]
+        assert not choice or {item.name for item in requests} == {"clock"}
+    with pytest.raises(openai.BadRequestError, match="tool_choice"):
+        create({"type": "mcp", "server_label": "demo", "name": "nothing"})
+    with pytest.raises(openai.BadRequestError, match="no such server"):
+        create({"type": "mcp", "server_label": "other"})

@@ -255,6 +255,11 @@ export interface Followed {
   after?: number
 }
 
+/** How many rules were removed. */
+export interface ForgottenSchema {
+  forgotten: number
+}
+
 /** A sibling that begins with the reply's first `tokens`, then the token `instead`. */
 export interface Fork {
   tokens: number
@@ -439,6 +444,8 @@ export interface RoundCall {
 }
 
 export type RoundState = "open" | "stopped" | "failed" | "done"
+
+export type Rule = "always" | "never"
 
 /** A message and the reply that was begun to it. */
 export interface Said {
@@ -704,6 +711,13 @@ export interface ToolRound {
   next_id: string | null
   error: string | null
   continued: boolean
+}
+
+/** What a user decided about a tool in a conversation, or about a server in all, for the future. */
+export interface ToolRule {
+  name: string
+  rule: Rule
+  conversation_id: string
 }
 
 /** A tool server and its state. */

@@ -29,7 +29,7 @@ commands = CommandGroup(strings.GROUP_TOOLS)
 
 
 async def _tools_choices(session: Session, arguments: str) -> Iterable[ArgumentChoice]:
-    words = [ArgumentChoice(word) for word in ("add", "remove", "on", "off", "attach")]
+    words = [ArgumentChoice(word) for word in ("add", "remove", "on", "off", "attach", "forget")]
     return [*words, *await complete_paths(session, arguments)]
 
 
@@ -51,6 +51,9 @@ async def tools(session: Session, arguments: str) -> None:
             await _offer_servers(session, [*await _offered_servers(session), *(words or known)])
         case "attach":
             await _attach_resource(session, words)
+            return
+        case "forget":
+            await _forget_rules(session, words)
             return
         case off if off in OFF_WORDS and words:
             await _offer_servers(session, [name for name in await _offered_servers(session) if name not in words])
@@ -96,6 +99,23 @@ async def _attach_resource(session: Session, words: list[str]) -> None:
     reading = session.chat.read_tool_resource(server, name, arguments)
     data = await session.wait_for(reading, strings.WAITING_FOR_TOOLS)
     await attach_bytes(session, data, name.rstrip("/").rpartition("/")[2] or name)
+
+
+async def _forget_rules(session: Session, words: list[str]) -> None:
+    """Without a name, shows what the user decided for the future."""
+    if not words:
+        here = session.cursor.conversation_id
+        rules = await session.chat.tool_rules()
+        for one in rules:
+            places = (strings.TOOL_RULE_HERE, strings.TOOL_RULE_ELSEWHERE)
+            place = places[one.conversation_id != here] if one.conversation_id else ""
+            session.screen.show(Text(strings.TOOL_RULE.format(name=one_line(one.name), rule=one.rule, place=place)))
+        session.screen.note(strings.TOOL_RULES_FORGET if rules else strings.TOOL_RULES_NONE)
+        return
+    count = await session.chat.forget_tool_rules(None if words[0] == "all" else words[0])
+    if not count:
+        raise RequestError(strings.TOOL_RULE_UNKNOWN.format(name=words[0]))
+    session.screen.note(strings.TOOL_RULES_FORGOTTEN.format(rules=format_count(count, strings.TOOL_RULES)))
 
 
 async def _check_support(session: Session) -> None:

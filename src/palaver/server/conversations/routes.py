@@ -23,7 +23,7 @@ from palaver.store.comparisons import Comparison, TallyRow
 from palaver.store.encoding import media_part
 from palaver.store.records import ConversationDefaults
 from palaver.store.shares import Share
-from palaver.store.tool_rounds import ToolRound
+from palaver.store.tool_rounds import ToolRound, ToolRule
 from palaver.tools.config import parse_server
 from palaver.tools.servers import ServerCard, ServerResource
 from palaver.wire import (
@@ -40,6 +40,7 @@ from palaver.wire import (
     DeletePresetRequest,
     EditMessageRequest,
     ErrorBody,
+    ForgottenSchema,
     ForkReplyRequest,
     LeafSchema,
     LoadModelRequest,
@@ -403,6 +404,18 @@ async def add_tool_server(body: AddToolServerRequest, chat: ChatDep) -> ServerCa
 @tool_routes.post("/tools/remove", status_code=204)
 async def remove_tool_server(body: RemoveToolServerRequest, chat: ChatDep) -> None:
     await chat.remove_tool_server(body.name)
+
+
+@tool_routes.get("/tools/rules")
+async def tool_rules(chat: ChatDep) -> list[ToolRule]:
+    """What this user decided about tools and servers for the future."""
+    return list(await chat.tool_rules())
+
+
+@tool_routes.delete("/tools/rules")
+async def forget_tool_rules(chat: ChatDep, name: str | None = None, conversation: str | None = None) -> ForgottenSchema:
+    """Takes decisions back: those about a tool or a server by its `name`, those in a `conversation`, or all."""
+    return ForgottenSchema(forgotten=await chat.forget_tool_rules(name, conversation))
 
 
 @tool_routes.get("/tools/resources")

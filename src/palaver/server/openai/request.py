@@ -167,7 +167,7 @@ def _tool_parameters(
     names = tuple(tool.name for tool in tools)
     match request.tool_choice or request.function_call:
         case "none":
-            return {"tools": tools, "calls": False, **_ban_calls(given, format)} if tools else {}
+            return {"tools": tools, **forbid_calls(given, format)} if tools else {}
         case "required":
             chosen = names
         case NamedToolChoice(function=FunctionName(name=name)) | FunctionName(name=name):
@@ -188,14 +188,15 @@ def _check_names(chosen: Sequence[str], names: Sequence[str]) -> None:
         raise BadParameter("tool_choice", ", ".join(chosen) or "required", "there is no such tool among the tools")
 
 
-def _ban_calls(given: Mapping[str, Any], format: Format) -> dict[str, Any]:
-    """The tools stay in the prompt, so that the cache hits; what would open a call is never generated."""
+def forbid_calls(given: Mapping[str, Any], format: Format) -> dict[str, Any]:
+    """Parameters of a reply without calls, beside those given. The tools stay in the prompt, so that the cache hits;
+    what would open a call is never generated."""
     marker = format.call_marker
     if isinstance(marker, int):
-        return {"banned_ids": [*(given.get("banned_ids") or ()), marker]}
+        return {"calls": False, "banned_ids": [*(given.get("banned_ids") or ()), marker]}
     banned = given.get("banned_strings") or ()
     listed = [banned] if isinstance(banned, str) else list(banned)
-    return {"banned_strings": [*listed, marker]} if marker else {}
+    return {"calls": False, **({"banned_strings": [*listed, marker]} if marker else {})}
 
 
 def choice_count(n: int | None, settings: ServerSettings) -> int:

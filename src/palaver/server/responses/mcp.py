@@ -14,6 +14,7 @@ from typing import Any
 
 from palaver.chat.interface import CallDecision, Chat, ServerChat
 from palaver.chat.parameters import LOOP
+from palaver.chat.tool_loop import ANY
 from palaver.errors import BadParameter, ShuttingDown
 from palaver.messages import Role, describe_media
 from palaver.server.openai.schemas import RequestFields
@@ -27,12 +28,12 @@ from palaver.server.responses.history import (
     response_id,
     waits_for_approval,
 )
-from palaver.server.responses.schemas import InputItem, McpTool, ResponseRequest
+from palaver.server.responses.schemas import FunctionTool, InputItem, McpTool, McpToolChoice, ResponseRequest
 from palaver.server.state import ServerState
 from palaver.store import Conflict, NotFound, StoredMessage
 from palaver.store.tool_rounds import ENDED, CallState, RoundCall, RoundState, ToolRound
 from palaver.tools.config import parse_server
-from palaver.tools.servers import SEPARATOR
+from palaver.tools.servers import SEPARATOR, tool_name
 from palaver.tools.toolbox import server_of
 
 POLL_SECONDS = 0.5
@@ -62,8 +63,25 @@ async def use_servers(
         policy = {"allowed_tools": tool.allowed_tools, "require_approval": tool.require_approval}
         servers[name] = {key: _plain(value) for key, value in policy.items() if value is not None}
         shown.append({"type": "mcp", **_shown(tool), "name": name})
-    parameters = {"tool_servers": list(servers), "tool_policies": servers} if servers else {}
+    parameters: dict[str, Any] = {"tool_servers": list(servers), "tool_policies": servers} if servers else {}
     return parameters, record.model_copy(update={"mcp": shown})
+
+
+def force_calls(body: ResponseRequest, record: ResponseRecord) -> dict[str, Any]:
+    """The parameter that forces a call of a server's tool, if the tool choice does."""
+    labels = {one["server_label"]: one["name"] for one in record.mcp}
+    match body.tool_choice:
+        case McpToolChoice(server_label=label, name=tool):
+            if label not in labels:
+                raise BadParameter("tool_choice.server_label", label, "there is no such server among the tools")
+            return {
+                "must_call": [f"{labels[label]}{SEPARATOR}{ANY}" if tool is None else tool_name(labels[label], tool)]
+            }
+        case "required" if labels:
+            functions = [one.name for one in body.tools or () if isinstance(one, FunctionTool)]
+            return {"must_call": [*functions, ANY]}
+        case _:
+            return {}
 
 
 async def _server_name(chat: ServerChat, where: str, tool: McpTool, name: str) -> str:

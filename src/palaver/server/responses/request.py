@@ -39,6 +39,7 @@ from palaver.server.responses.schemas import (
     InputContent,
     InputItem,
     McpTool,
+    McpToolChoice,
     NamedTool,
     ResponseRequest,
     TextFormat,
@@ -48,6 +49,7 @@ from palaver.store import NotFound, StoredMessage
 from palaver.store.encoding import ALTERNATIVES
 
 FIELD_NAMES = {
+    "must_call": "tool_choice",
     "enable_thinking": "enable_thinking",
     "think": "enable_thinking",
     "effort": "reasoning.effort",
@@ -203,6 +205,10 @@ def _tools(request: ResponseRequest) -> tuple[list[ChatTool] | None, Any]:
                 if not any(tool.name == name for tool in tools):
                     raise BadParameter("tool_choice", name, "there is no such tool among the tools")
             return _chat_tools([tool for tool in tools if tool.name in names]), mode
+        case McpToolChoice():
+            return _chat_tools(tools), None
+        case "required" if mcp_tools(request):
+            return _chat_tools(tools), None
         case choice:
             return _chat_tools(tools), choice
 

@@ -115,6 +115,14 @@ class NamedTool(RequestFields):
     name: str
 
 
+class McpToolChoice(RequestFields):
+    """One tool of a server, or any of its tools."""
+
+    type: Literal["mcp"]
+    server_label: str
+    name: str | None = None
+
+
 class AllowedTools(RequestFields):
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"] = "auto"
@@ -165,7 +173,7 @@ class ResponseRequest(RequestFields):
     reasoning: ResponseReasoning | None = None
     text: TextOptions | None = None
     tools: list[Annotated[FunctionTool | McpTool, Field(discriminator="type")]] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | McpToolChoice | AllowedTools | None = None
     parallel_tool_calls: Switched = None
     truncation: Literal["auto", "disabled"] | None = None
     max_output_tokens: Whole = Field(None, description="Of the whole reply, thinking included.")

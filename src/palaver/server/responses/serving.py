@@ -26,6 +26,7 @@ from palaver.server.openai.request import (
     ChatHistory,
     api_field_names,
     build_call,
+    forbid_calls,
     ignored_header,
     parse_history,
     request_parameters,
@@ -44,7 +45,14 @@ from palaver.server.responses.history import (
     start_response,
     waits_for_approval,
 )
-from palaver.server.responses.mcp import StillRunning, approval_answers, approval_items, decide_calls, use_servers
+from palaver.server.responses.mcp import (
+    StillRunning,
+    approval_answers,
+    approval_items,
+    decide_calls,
+    force_calls,
+    use_servers,
+)
 from palaver.server.responses.request import (
     FIELD_NAMES,
     chat_messages,
@@ -222,7 +230,8 @@ async def _start_reply(
     chat_request, _, target = await _resolve(chat, model, body, owner, state, stored=True)
     parameters = _parameters(chat_request, body, model, state)
     servers, record = await use_servers(chat, mcp_tools(body), target.record)
-    start = partial(start_response, chat, replace(target, record=record), {**parameters, **servers}, key)
+    parameters |= servers | force_calls(body, record)
+    start = partial(start_response, chat, replace(target, record=record), parameters, key)
     return await start_tracked(state, chat, owner, start)
 
 
@@ -236,6 +245,8 @@ def _parameters(chat_request: ChatRequest, body: ResponseRequest, model: Model, 
     parameters = {**request_parameters(chat_request, state.settings, model.format), "model": model.name}
     if body.truncation == "auto":
         parameters["overflow"] = "shorten"
+    if body.tool_choice == "none" and mcp_tools(body):
+        parameters |= forbid_calls(parameters, model.format)
     return parameters
 
 
