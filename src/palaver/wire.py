@@ -284,6 +284,28 @@ class RemoveToolServerRequest(RequestModel):
     name: str
 
 
+class StartSignInRequest(RequestModel):
+    """A tool server to sign in to. `redirect_uri` is where the browser comes back to: an address on the caller's
+    machine (http://127.0.0.1:PORT/...), or nothing for this server."""
+
+    server: Annotated[str, Field(max_length=100)]
+    redirect_uri: Annotated[str, Field(max_length=2048, pattern=r"^(http://127\.0\.0\.1:\d{1,5}/[!-~]*)?$")] = ""
+
+
+class SignInSchema(ValueModel):
+    """The URL to open in a browser."""
+
+    url: str
+
+
+class FinishSignInRequest(RequestModel):
+    """What the browser brought back."""
+
+    state: Annotated[str, Field(max_length=500)]
+    code: Annotated[str, Field(max_length=8192)]
+    issuer: Annotated[str | None, Field(max_length=2048)] = None
+
+
 class ForgottenSchema(ValueModel):
     """How many rules were removed."""
 

@@ -15,20 +15,20 @@ Blob BlobPut CallDecision CallMade CallState Change ChangeConversation Changed C
 Client Closing Column Compare ComparedReply Comparison CompletionRequest Constraint Continue Conversation
 ConversationDeleted ConversationName ConversationResource CountRequest CountTokens Create CreateConversation
 CreateItems Cursor DecideCalls Defaults DeletePreset DetokenizeRequest Document DocumentBlock DraftBlock Edit Entry
-Error ErrorBody Failed FillRequest Finish Finished Follow Followed Fork Format Function FunctionCall FunctionTool Gauge
-Grammar Health Hit ImageBlock ImportReport IncompleteDetails InputContent InputItem InputItemList InputTokens
-JsonSchema Leaf Load LoadRequest McpApprovalFilters McpTool McpToolFilter MeasureContext Media MediaOptions MediaSource
-Message MessageGiven MessageTold MessagesRequest ModelCard ModelState Move NamedAudio NamedFunction NamedTool
-NamedVoice NewShare Node Notice Opened OtherBlock OutputConfig OutputFormat Phase PhaseOpened Preset Raw
-ReadToolResource ReasoningWish RedactedThinkingBlock Refused Remember RemoveToolServer RenderRequest Reply ResponseBody
-ResponseDeleted ResponseFailure ResponseFormat ResponseRequest ResponseUsage Role RoundCall RoundState Said Sampling
-SaveDefaults SavePreset Say ServerTool Session Settings Share ShareBranch SignIn SkippedConversation Snapshot
-SpeechRequest Started Status Stored StoredReply StreamOptions StreamWish StructuredOutputs Switch SwitchKind TallyRow
-Text TextBlock TextFormat TextTokens TextWish Thinking ThinkingBlock ThinkingConfig ThinkingDelta ThinkingWish
-ThoughtWish Token TokenCount TokenizeRequest TokensRead TokensWritten Tool ToolCall ToolCallDelta ToolCallOpened
-ToolChoice ToolGiven ToolName ToolOffered ToolResource ToolResult ToolResultBlock ToolRound ToolServer ToolServerState
-ToolUseBlock Transcription TranscriptionRequest TranslationRequest TurnEvent UnloadRequest UpdateConversation Usage
-UsageTold Waiting
+Error ErrorBody Failed FillRequest Finish FinishToolSignIn Finished Follow Followed Forgotten Fork Format Function
+FunctionCall FunctionTool Gauge Grammar Health Hit ImageBlock ImportReport IncompleteDetails InputContent InputItem
+InputItemList InputTokens JsonSchema Leaf Load LoadRequest McpApprovalFilters McpTool McpToolChoice McpToolFilter
+MeasureContext Media MediaOptions MediaSource Message MessageGiven MessageTold MessagesRequest ModelCard ModelState
+Move NamedAudio NamedFunction NamedTool NamedVoice NewShare Node Notice Opened OtherBlock OutputConfig OutputFormat
+Phase PhaseOpened Preset Raw ReadToolResource ReasoningWish RedactedThinkingBlock Refused Remember RemoveToolServer
+RenderRequest Reply ResponseBody ResponseDeleted ResponseFailure ResponseFormat ResponseRequest ResponseUsage Role
+RoundCall RoundState Rule Said Sampling SaveDefaults SavePreset Say ServerTool Session Settings Share ShareBranch
+SignIn SkippedConversation Snapshot SpeechRequest StartToolSignIn Started Status Stored StoredReply StreamOptions
+StreamWish StructuredOutputs Switch SwitchKind TallyRow Text TextBlock TextFormat TextTokens TextWish Thinking
+ThinkingBlock ThinkingConfig ThinkingDelta ThinkingWish ThoughtWish Token TokenCount TokenizeRequest TokensRead
+TokensWritten Tool ToolCall ToolCallDelta ToolCallOpened ToolChoice ToolGiven ToolName ToolOffered ToolResource
+ToolResult ToolResultBlock ToolRound ToolRule ToolServer ToolServerState ToolSignIn ToolUseBlock Transcription
+TranscriptionRequest TranslationRequest TurnEvent UnloadRequest UpdateConversation Usage UsageTold Waiting
 """
 
 

@@ -414,6 +414,13 @@ class Chat(Protocol):
 
     async def remove_tool_server(self, name: str) -> None: ...
 
+    async def start_sign_in(self, server: str, redirect_uri: str) -> str:
+        """Begins to sign this user in to a tool server (OAuth). Returns the URL to open in a browser, which comes back
+        to `redirect_uri` with a state and a code, for `finish_sign_in`."""
+        ...
+
+    async def finish_sign_in(self, state: str, code: str, issuer: str | None = None) -> ServerCard: ...
+
     async def tool_rules(self) -> tuple[ToolRule, ...]:
         """What this user decided about tools and servers for the future."""
         ...

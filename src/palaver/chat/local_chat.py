@@ -461,6 +461,13 @@ class LocalChat:
         await self._service.loop.toolbox.remove(self._owner, name, is_local=self._is_local)
         await _thread(self._store.tool_rounds.forget_server, self._owner, name)
 
+    async def start_sign_in(self, server: str, redirect_uri: str) -> str:
+        toolbox = self._service.loop.toolbox
+        return await toolbox.start_sign_in(self._owner, server, redirect_uri, is_local=self._is_local)
+
+    async def finish_sign_in(self, state: str, code: str, issuer: str | None = None) -> ServerCard:
+        return await self._service.loop.toolbox.finish_sign_in(self._owner, state, code, issuer)
+
     async def tool_rules(self) -> tuple[ToolRule, ...]:
         return await _thread(self._store.tool_rounds.list_rules, self._owner)
 

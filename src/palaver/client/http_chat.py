@@ -476,6 +476,14 @@ class HttpChat:
         body = _request_body(wire.RemoveToolServerRequest, name=name)
         await self._connection.send("POST", "/tools/remove", body=body)
 
+    async def start_sign_in(self, server: str, redirect_uri: str) -> str:
+        body = _request_body(wire.StartSignInRequest, server=server, redirect_uri=redirect_uri)
+        return (await self._connection.post(wire.SignInSchema, "/tools/sign-in", body)).url
+
+    async def finish_sign_in(self, state: str, code: str, issuer: str | None = None) -> ServerCard:
+        body = _request_body(wire.FinishSignInRequest, state=state, code=code, issuer=issuer)
+        return await self._connection.post(ServerCard, "/tools/sign-in/finish", body)
+
     async def tool_rules(self) -> tuple[ToolRule, ...]:
         return await self._connection.get(tuple[ToolRule, ...], "/tools/rules")
 

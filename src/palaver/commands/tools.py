@@ -31,7 +31,7 @@ def list_(file: FileOption = None, data: DataOption = None) -> None:
     from palaver.tools.servers import ToolServerState
 
     with report_errors():
-        cards = asyncio.run(_connect(read_servers(tools_file(file, data))))
+        cards = asyncio.run(_connect(read_servers(tools_file(file, data)), tokens_folder(data)))
     if not cards:
         print(strings.NO_TOOL_SERVERS)
     for card in cards:
@@ -60,7 +60,7 @@ def call(
             values = None
         if not isinstance(values, dict):
             raise BadParameter("JSON", arguments, strings.NOT_AN_OBJECT)
-        outcome = asyncio.run(_call(read_servers(tools_file(file, data)), name, values))
+        outcome = asyncio.run(_call(read_servers(tools_file(file, data)), tokens_folder(data), name, values))
     print(outcome.text)
     if outcome.is_error:
         raise typer.Exit(EXIT_FAILED)
@@ -87,7 +87,60 @@ def add(
                 raise BadParameter(name, "", strings.NEEDS_COMMAND) from None
             raise
         add_server(tools_file(file, data), server)
-    print(strings.TOOL_SERVER_ADDED.format(name=name))
+        print(strings.TOOL_SERVER_ADDED.format(name=name))
+        if server.url and not server.headers:
+            _sign_in_if_needed(server, data, is_needed=False)
+
+
+@tools.command("sign-in", help=strings.TOOLS_SIGN_IN)
+def sign_in(
+    name: Annotated[str, typer.Argument(metavar="NAME", help=strings.TOOL_SERVER_NAME)],
+    file: FileOption = None,
+    data: DataOption = None,
+) -> None:
+    from palaver.tools.config import BadToolServer, read_servers
+
+    with report_errors():
+        server = next((one for one in read_servers(tools_file(file, data)) if one.name == name and one.url), None)
+        if server is None:
+            raise BadToolServer(strings.NO_TOOL_SERVER.format(name=name))
+        _sign_in_if_needed(server, data, is_needed=True)
+
+
+def _sign_in_if_needed(server: ServerConfig, data: Path | None, is_needed: bool) -> None:
+    """Signs in by a browser, if the server needs it or the user asks for it."""
+    import asyncio
+
+    from palaver.tools.oauth import listen_for_code
+    from palaver.tools.servers import ToolServers
+
+    async def run() -> None:
+        connections = ToolServers([server], tokens=tokens_folder(data))
+        try:
+            if not is_needed and not (await connections.connect())[0].needs_sign_in:
+                return
+            async with listen_for_code() as callback:
+                signing = connections.sign_in(server.name, callback.redirect_uri)
+                print(strings.TOOL_SIGN_IN.format(name=server.name, url=await signing.url), flush=True)
+                values = await callback.wait()
+                if "code" not in values or values["state"] != signing.state:
+                    raise BadParameter("code", values.get("error", ""), strings.SIGN_IN_REFUSED)
+                signing.finish(values["code"], values.get("iss"))
+                assert signing.task is not None
+                await signing.task
+            print(strings.TOOL_SIGNED_IN.format(name=server.name))
+        finally:
+            await connections.close()
+
+    asyncio.run(run())
+
+
+def tokens_folder(data: Path | None) -> Path:
+    """The folder for the tokens of sign-ins to servers of the file."""
+    from palaver.store.store import data_folder
+    from palaver.tools.toolbox import OPERATOR, TOKENS_FOLDER, USERS_FOLDER
+
+    return data_folder(data) / USERS_FOLDER / TOKENS_FOLDER / OPERATOR
 
 
 @tools.command(help=strings.TOOLS_REMOVE)
@@ -129,20 +182,20 @@ def tools_file(file: Path | None, data: Path | None) -> Path:
     return data_folder(data) / FILE_NAME if file is None else file
 
 
-async def _connect(servers: Iterable[ServerConfig]) -> tuple[ServerCard, ...]:
+async def _connect(servers: Iterable[ServerConfig], tokens: Path) -> tuple[ServerCard, ...]:
     from palaver.tools.servers import ToolServers
 
-    connections = ToolServers(servers)
+    connections = ToolServers(servers, tokens=tokens)
     try:
         return await connections.connect()
     finally:
         await connections.close()
 
 
-async def _call(servers: Iterable[ServerConfig], name: str, arguments: dict[str, object]) -> ToolOutcome:
+async def _call(servers: Iterable[ServerConfig], tokens: Path, name: str, arguments: dict[str, object]) -> ToolOutcome:
     from palaver.tools.servers import ToolServers
 
-    connections = ToolServers(servers)
+    connections = ToolServers(servers, tokens=tokens)
     try:
         return await connections.call(name, arguments)
     finally:

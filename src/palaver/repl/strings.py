@@ -297,6 +297,10 @@ TOOL_ATTACH_USAGE = (
     "Type /tools attach SERVER to see its resources and prompts, and /tools attach SERVER NAME to attach one."
 )
 TOOL_NO_RESOURCES = "{name} has no resources or prompts."
+TOOL_SIGN_IN = "{name} needs you to sign in. Open this address in a browser on this computer:"
+WAITING_FOR_SIGN_IN = "Waiting for the browser"
+TOOL_SIGN_IN_REFUSED = "The sign-in to {name} was refused."
+TOOL_SIGNED_IN = "You are signed in to {name}."
 TOOL_RULES_NONE = "Nothing is remembered: every call is asked about."
 TOOL_RULE = "{name}: {rule}{place}"
 TOOL_RULE_HERE = ", in this conversation"
@@ -447,7 +451,7 @@ COMMANDS = {
     "preset": CommandText("save or load the settings under a name", "save | load | delete NAME"),
     "tools": CommandText(
         "tool servers, and tools of a JSON file",
-        "[add NAME COMMAND|URL | remove NAME | on | off | attach SERVER NAME | forget NAME | FILE]",
+        "[add NAME COMMAND|URL | remove NAME | on | off | attach SERVER NAME | forget NAME | sign-in NAME | FILE]",
     ),
     "result": CommandText("answer a tool call", "[NAME] TEXT"),
     "save": CommandText("add this branch to a JSONL file for training", "[FILE]"),

@@ -95,7 +95,7 @@ def add_server(path: Path, server: ServerConfig) -> None:
         if len(entries) >= MAX_SERVERS:
             raise BadToolServer(f"There are {MAX_SERVERS} tool servers already, which is the limit.")
         entries[server.name] = server.to_json()
-        _write_document(path, document)
+        write_private(path, document)
 
 
 def remove_server(path: Path, name: str) -> None:
@@ -104,7 +104,7 @@ def remove_server(path: Path, name: str) -> None:
         if name not in document.get(_KEY, {}):
             raise BadToolServer(f"There is no tool server {name!r} in {path}.")
         del document[_KEY][name]
-        _write_document(path, document)
+        write_private(path, document)
 
 
 def file_version(path: Path) -> tuple[int, ...]:
@@ -218,7 +218,7 @@ def _private_opener(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)
 
 
-def _write_document(path: Path, document: Mapping[str, Any]) -> None:
+def write_private(path: Path, document: Mapping[str, Any]) -> None:
     """Replaces the file. It may hold secrets: only its owner can read it."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:

@@ -16,12 +16,14 @@ from collections.abc import Iterable, Mapping
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from palaver.addresses import AddressGuard
 from palaver.errors import PalaverError
 from palaver.messages import Tool
 from palaver.tools.config import BadToolServer, ServerConfig
+from palaver.tools.oauth import SIGN_IN_SECONDS, SignIn, TokenFile, token_auth
 from palaver.tools.transports import SESSION_LOST, StdioProcess, ToolLimits, TransportClosed, http_client
 
 if TYPE_CHECKING:
@@ -32,6 +34,10 @@ SEPARATOR = "__"
 """Between the name of the server and that of its tool, in the name that models use."""
 MAX_NAME = 64
 MAX_DESCRIPTION = 4096
+NEEDS_SIGN_IN = "needs you to sign in"
+PING = {"jsonrpc": "2.0", "id": 1, "method": "ping"}
+"""The request that a sign-in begins with. Its answer does not matter."""
+ACCEPT = {"accept": "application/json, text/event-stream"}
 RETRY_SECONDS = 5.0
 """How long a server that could not be connected is not tried again."""
 RELOAD_SECONDS = 30.0
@@ -104,6 +110,8 @@ class ServerCard:
     """Tools that were left out or are offered without their schemas, and why."""
     is_own: bool = False
     """Whether the user added it, and may remove it."""
+    needs_sign_in: bool = False
+    """Whether it answers only a user who is signed in, by OAuth."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +138,9 @@ class ToolServerConnection:
     config: ServerConfig
     limits: ToolLimits = field(default_factory=ToolLimits)
     guard: AddressGuard | None = None
+    tokens: TokenFile | None = None
+    """Of the sign-in to the server, if users can sign in."""
+    needs_sign_in: bool = False
     state: ToolServerState = ToolServerState.IDLE
     error: str = ""
     tools: tuple[ServerTool, ...] = ()
@@ -146,7 +157,15 @@ class ToolServerConnection:
 
     @property
     def card(self) -> ServerCard:
-        return ServerCard(self.config.name, self.config.transport, self.state, self.error, self.tools, self.notices)
+        return ServerCard(
+            self.config.name,
+            self.config.transport,
+            self.state,
+            self.error,
+            self.tools,
+            self.notices,
+            needs_sign_in=self.needs_sign_in,
+        )
 
     async def load_tools(self) -> tuple[ServerTool, ...]:
         """The tools as they are now. Raises ToolServerFailed."""
@@ -252,7 +271,7 @@ class ToolServerConnection:
                 except TimeoutError:
                     why = f"did not answer within {self.limits.connect_seconds:g} s"
                     return
-                self._session, self.state = session, ToolServerState.READY
+                self._session, self.state, self.needs_sign_in = session, ToolServerState.READY, False
                 ready.set_result(None)
                 ended = [asyncio.create_task(event.wait()) for event in (self._closing, self._lost)]
                 if process is not None:
@@ -270,6 +289,8 @@ class ToolServerConnection:
         finally:
             self._session = None
             why = (process.reason if process is not None else "") or why
+            if self.needs_sign_in and why:
+                why = NEEDS_SIGN_IN
             closed = self._closing.is_set() or self._lost.is_set()
             self.state = ToolServerState.IDLE if closed and not why else ToolServerState.FAILED
             self.error = why
@@ -292,7 +313,10 @@ class ToolServerConnection:
         if process is not None:
             streams = await stack.enter_async_context(process.open())
         else:
-            client = await stack.enter_async_context(http_client(self.config, self.limits, self.guard))
+            client = http_client(
+                self.config, self.limits, self.guard, token_auth(self.config, self.tokens), self._refused
+            )
+            client = await stack.enter_async_context(client)
             transport = streamable_http_client(
                 self.config.url, http_client=client, max_sse_event_size=self.limits.message_bytes
             )
@@ -307,6 +331,49 @@ class ToolServerConnection:
                 raise
             await negotiate_auto(session)
         return session
+
+    def _refused(self) -> None:
+        """The server answered that the user must sign in."""
+        self.needs_sign_in = self.tokens is not None
+
+    def sign_in(self, redirect_uri: str) -> SignIn:
+        """Begins a sign-in, which ends with new tokens. Raises ToolServerFailed from its `url` and its `task`."""
+        signing = SignIn(redirect_uri)
+        signing.task = asyncio.create_task(self._sign_in(signing))
+        return signing
+
+    async def _sign_in(self, signing: SignIn) -> None:
+        if self.tokens is None:
+            signing.url.set_exception(ToolServerFailed(self.config.name, "can't be signed in to: it has no URL"))
+            return
+        await asyncio.to_thread(importlib.import_module, "mcp.client.auth")  # takes a second
+        self.tokens.forget()
+        error: ToolServerFailed | None = None
+        try:
+            auth = signing.provider(self.config, self.tokens)
+            client = http_client(self.config, self.limits, self.guard, auth)
+            async with asyncio.timeout(SIGN_IN_SECONDS), client:
+                asking = asyncio.ensure_future(client.post(self.config.url, json=PING, headers=ACCEPT))
+                stored = asyncio.ensure_future(self.tokens.stored.wait())
+                try:
+                    await asyncio.wait({asking, stored}, return_when=asyncio.FIRST_COMPLETED)
+                    if not stored.done():
+                        asking.result()
+                finally:
+                    asking.cancel()
+                    stored.cancel()
+            if not self.tokens.has_tokens:
+                error = ToolServerFailed(self.config.name, "did not ask for a sign-in")
+        except TimeoutError:
+            error = ToolServerFailed(self.config.name, "was not signed in to in time")
+        except Exception as failure:
+            error = ToolServerFailed(self.config.name, f"could not be signed in to: {_one_line(str(failure))}")
+        if error is not None:
+            if not signing.url.done():
+                signing.url.set_exception(error)
+                return
+            raise error
+        self.needs_sign_in, self._retry_at = False, 0.0
 
     async def _list_tools(self, session: ClientSession) -> None:
         from mcp import types
@@ -372,9 +439,12 @@ class ToolServers:
         configs: Iterable[ServerConfig] = (),
         limits: ToolLimits | None = None,
         guard: AddressGuard | None = None,
+        tokens: Path | None = None,
     ) -> None:
+        """`tokens`: the folder for those of sign-ins."""
         self._limits = limits or ToolLimits()
         self._guard = guard
+        self._tokens = tokens
         self._connections: dict[str, ToolServerConnection] = {}
         self._ended: list[ToolServerConnection] = []
         """Connections that are about to close."""
@@ -388,10 +458,14 @@ class ToolServers:
     def add(self, config: ServerConfig) -> None:
         if config.name in self._connections:
             raise BadToolServer(f"There is a tool server {config.name!r} already: remove it first.")
-        self._connections[config.name] = ToolServerConnection(config, self._limits, self._guard)
+        tokens = TokenFile(self._tokens, config) if self._tokens is not None and config.url else None
+        self._connections[config.name] = ToolServerConnection(config, self._limits, self._guard, tokens)
 
     async def remove(self, name: str) -> None:
-        await self._connections.pop(self._connection(name).config.name).close()
+        connection = self._connections.pop(self._connection(name).config.name)
+        await connection.close()
+        if connection.tokens is not None:
+            connection.tokens.forget()
 
     def update(self, configs: Iterable[ServerConfig]) -> None:
         """Adds the servers that are new, and ends the connections of those that are not there or changed."""
@@ -403,6 +477,9 @@ class ToolServers:
         for name, config in wanted.items():
             if name not in self._connections:
                 self.add(config)
+
+    def sign_in(self, name: str, redirect_uri: str) -> SignIn:
+        return self._connection(name).sign_in(redirect_uri)
 
     def card(self, name: str) -> ServerCard:
         return self._connection(name).card

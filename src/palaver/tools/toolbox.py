@@ -24,6 +24,7 @@ from palaver.tools.config import (
     read_servers,
     remove_server,
 )
+from palaver.tools.oauth import SignIn
 from palaver.tools.servers import (
     SEPARATOR,
     ServerCard,
@@ -38,6 +39,11 @@ from palaver.tools.transports import ToolLimits
 TOO_SLOW = "is not connected yet"
 USERS_FOLDER = "tools"
 """The folder of the servers of users, in the data folder."""
+TOKENS_FOLDER = "tokens"
+"""The folder of the tokens of sign-ins in it, one folder for each user."""
+OPERATOR = "_operator"
+"""The name of the folder for servers of the operator's file."""
+MAX_SIGN_INS = 32
 LIST_SECONDS = 30.0
 """How long a turn waits for the tools of its servers. Those that are not there by then are not offered."""
 
@@ -125,6 +131,8 @@ class Toolbox:
     """For the servers that users add."""
     _shared: ToolServers | None = None
     _own: dict[str, ToolServers] = field(default_factory=dict)
+    _sign_ins: dict[str, tuple[str, str, SignIn]] = field(default_factory=dict)
+    """By their state: who began it, the name of the server, and the sign-in."""
     _versions: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """By owner: the version of the file that was read."""
     _lent: dict[str, dict[str, ToolServers]] = field(default_factory=dict)
@@ -197,6 +205,30 @@ class Toolbox:
         else:
             raise BadToolServer(f"There is no tool server {name!r} of yours.")
 
+    async def start_sign_in(self, owner: str, name: str, redirect_uri: str, *, is_local: bool = False) -> str:
+        """Begins to sign a user in to a server. Returns the URL to open in a browser, which comes back to
+        `redirect_uri`. The servers of the operator are signed in to by the local user alone."""
+        shared = self._shared_for(owner) if is_local or self.operator.only_for == owner else ToolServers()
+        groups = [group for group in (shared, self._of(owner)) if name in group.names]
+        if not groups:
+            raise BadToolServer(f"There is no tool server {name!r} of yours.")
+        signing = groups[0].sign_in(name, redirect_uri)
+        url = await signing.url
+        self._sign_ins[signing.state] = (owner, name, signing)
+        while len(self._sign_ins) > MAX_SIGN_INS:
+            _end(self._sign_ins.pop(next(iter(self._sign_ins)))[2])
+        return url
+
+    async def finish_sign_in(self, owner: str, state: str, code: str, issuer: str | None = None) -> ServerCard:
+        """Ends a sign-in that this user began. Raises BadToolServer or ToolServerFailed."""
+        began, name, signing = self._sign_ins.get(state, ("", "", None))
+        if signing is None or signing.task is None or began != owner:
+            raise BadToolServer("There is no such sign-in of yours: begin it again.")
+        del self._sign_ins[state]
+        signing.finish(code, issuer)
+        await signing.task
+        return (await self.connect(owner, [name]))[0]
+
     async def lend(self, owner: str, config: ServerConfig, name: str = "") -> str:
         """Makes a server with a URL usable for turns that name it, without writing it anywhere: it may hold secrets.
 
@@ -223,6 +255,8 @@ class Toolbox:
         return name in self.names(owner) or name in self._lent.get(owner, {})
 
     async def close(self) -> None:
+        for _, _, signing in self._sign_ins.values():
+            _end(signing)
         lent = [group for groups in self._lent.values() for group in groups.values()]
         groups = [*self._own.values(), *lent, *([self._shared] if self._shared is not None else [])]
         await asyncio.gather(*(group.close() for group in groups))
@@ -239,21 +273,29 @@ class Toolbox:
         if self.operator.only_for not in (None, owner):
             return ToolServers()
         if self._shared is None:
-            self._shared = ToolServers(self.operator.servers, self.limits)
+            self._shared = ToolServers(self.operator.servers, self.limits, tokens=self._tokens(OPERATOR))
         return self._shared
 
     def _of(self, owner: str) -> ToolServers:
         """The servers that a user added, also by another process."""
-        own = self._own.setdefault(owner, ToolServers((), self.limits, self.guard))
+        own = self._own.setdefault(owner, ToolServers((), self.limits, self.guard, self._tokens(owner)))
         if self.folder is not None and (version := file_version(self._file(owner))) != self._versions.get(owner, ()):
             own.update(one for one in read_servers(self._file(owner)) if one.url)
             self._versions[owner] = version
         return own
 
+    def _tokens(self, owner: str) -> Path | None:
+        return None if self.folder is None else self.folder / TOKENS_FOLDER / owner
+
     def _file(self, owner: str) -> Path:
         if self.folder is None:
             raise BadToolServer("This program keeps no tool servers of users.")
         return self.folder / f"{owner}.json"
+
+
+def _end(signing: SignIn) -> None:
+    if signing.task is not None:
+        signing.task.cancel()
 
 
 def server_of(tool: str) -> str:

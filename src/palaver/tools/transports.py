@@ -11,7 +11,7 @@ import json
 import os
 import signal
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -254,7 +254,13 @@ def _describe_exit(code: int) -> str:
         return f"was ended by signal {-code}"
 
 
-def http_client(config: ServerConfig, limits: ToolLimits, guard: AddressGuard | None) -> httpx2.AsyncClient:
+def http_client(
+    config: ServerConfig,
+    limits: ToolLimits,
+    guard: AddressGuard | None,
+    auth: httpx2.Auth | None = None,
+    on_unauthorized: Callable[[], None] | None = None,
+) -> httpx2.AsyncClient:
     """A client for a server's URL that bounds responses and, with a guard, connects to the address it checked.
 
     A request that the server refuses because it does not know the session ends with the error SESSION_LOST.
@@ -291,6 +297,8 @@ def http_client(config: ServerConfig, limits: ToolLimits, guard: AddressGuard | 
                 request.extensions = {**request.extensions, "sni_hostname": request.url.host}
                 request.url = request.url.copy_with(host=str(address))
             response = await inner.handle_async_request(request)
+            if response.status_code == 401 and on_unauthorized is not None:
+                on_unauthorized()
             if response.status_code == 404 and request.method == "POST" and SESSION_HEADER in request.headers:
                 await response.aclose()
                 refusal = {"code": SESSION_LOST, "message": "does not know the session (any more)"}
@@ -304,6 +312,7 @@ def http_client(config: ServerConfig, limits: ToolLimits, guard: AddressGuard | 
 
     return httpx2.AsyncClient(
         transport=BoundedTransport(),
+        auth=auth,
         headers=dict(config.headers),
         timeout=httpx2.Timeout(limits.connect_seconds, read=limits.call_seconds + 30.0),
         follow_redirects=False,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,9 +17,12 @@ from palaver.client.http_chat import HttpChat
 from palaver.errors import BadParameter
 from palaver.store.tool_rounds import CallState, RoundState, Rule, ToolRule
 from palaver.tools.config import BadToolServer, ServerConfig
+from palaver.tools.oauth import DONE
 from palaver.tools.servers import ToolServerFailed, ToolServerState
 from tests.chat.tool_service import ANSWER, approve, next_reply, open_tools, send, wait_for_round
 from tests.client.live import served
+from tests.tools import misbehaving_server
+from tests.tools.oauth_server import serve_oauth
 
 
 @pytest.fixture
@@ -73,6 +77,28 @@ async def test_remembered_decisions_are_listed_and_taken_back(chat: Chat) -> Non
     assert (await wait_for_round(chat, again.id)).calls[0].state is CallState.WAITING
 
 
+async def test_a_sign_in_over_http_comes_back_to_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(misbehaving_server, "RECORD", os.devnull)
+    with serve_oauth() as authorization:
+        async with open_tools(tmp_path) as service, served(service) as address:
+            service.loop.toolbox.guard = AddressGuard(is_allowed=lambda one: True)
+            async with httpx.AsyncClient(base_url=address, trust_env=False, timeout=60) as client:
+                added = await client.post("/api/tools", json={"name": "web", "url": authorization.url})
+                assert (added.status_code, added.json()["needs_sign_in"]) == (201, True)
+                begun = await client.post("/api/tools/sign-in", json={"server": "web"})
+                back = authorization.authorize(begun.json()["url"])
+                assert back.startswith(f"{address}/api/tools/callback?")
+                first = await client.get(back)
+                assert "http-equiv" in first.text
+                assert not authorization.tokens  # not before the navigation that sends the cookie
+                assert DONE in (await client.get(f"{back}&again=true")).text
+                assert (await client.get(f"{back}&again=true")).status_code == 400
+                (card,) = [one for one in (await client.get("/api/tools")).json() if one["name"] == "web"]
+                assert (card["state"], card["needs_sign_in"]) == ("ready", False)
+                foreign = {"server": "web", "redirect_uri": "https://evil.example/"}
+                assert (await client.post("/api/tools/sign-in", json=foreign)).status_code == 400
+
+
 async def test_only_urls_of_public_addresses_can_be_added(chat: Chat, url: str) -> None:
     with pytest.raises(BadToolServer, match="only its operator"):
         await chat.add_tool_server(ServerConfig("shell", "sh"))
@@ -96,6 +122,10 @@ ROUTES: dict[tuple[str, str], object] = {
     ("GET", "/api/tools/resources"): None,
     ("POST", "/api/tools/resources/read"): {"server": "mine", "name": "notes://all"},
     ("GET", "/api/turns/{id}/tools"): None,
+    ("GET", "/api/tools/rules"): None,
+    ("DELETE", "/api/tools/rules"): None,
+    ("POST", "/api/tools/sign-in"): {"server": "mine"},
+    ("POST", "/api/tools/sign-in/finish"): {"state": "x", "code": "y"},
     ("POST", "/api/turns/{id}/tools"): {"decisions": [{"position": 0, "allowed": True}]},
 }
 """All routes of tools, with a body that each accepts."""

@@ -235,6 +235,13 @@ export interface Failed {
 
 export type Finish = "end" | "stop_string" | "length" | "stopped"
 
+/** What the browser brought back. */
+export interface FinishToolSignIn {
+  state: string
+  code: string
+  issuer?: string | null
+}
+
 /** `tail` is what was held back because it could have become a marker; taken back where the reply goes on. */
 export interface Finished {
   type: "finished"
@@ -256,7 +263,7 @@ export interface Followed {
 }
 
 /** How many rules were removed. */
-export interface ForgottenSchema {
+export interface Forgotten {
   forgotten: number
 }
 
@@ -549,8 +556,6 @@ export interface ShareBranch {
   days?: number
   thoughts?: boolean
   tools?: boolean
-}
-
 /** A part of a file that was not imported, and the reason. */
 export interface SkippedConversation {
   item: string
@@ -561,6 +566,12 @@ export interface SkippedConversation {
 export interface Snapshot {
   type: "snapshot"
   message: Message
+}
+
+/** A tool server to sign in to. `redirect_uri` is where the browser comes back to: an address on the caller's */
+export interface StartToolSignIn {
+  server: string
+  redirect_uri?: string
 }
 
 /** The prompt is in the cache, the first token comes next. */
@@ -729,9 +740,15 @@ export interface ToolServer {
   tools: (ServerTool)[]
   notices: (string)[]
   is_own: boolean
+  needs_sign_in?: boolean
 }
 
 export type ToolServerState = "idle" | "connecting" | "ready" | "failed"
+
+/** The URL to open in a browser. */
+export interface ToolSignIn {
+  url: string
+}
 
 /** The words of a sound. */
 export interface Transcription {

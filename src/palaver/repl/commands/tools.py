@@ -20,6 +20,7 @@ from palaver.repl.text import format_count, one_line
 from palaver.sampling import OFF_WORDS
 from palaver.store import StoredMessage
 from palaver.tools.config import server_from_words
+from palaver.tools.oauth import listen_for_code
 from palaver.tools.servers import ServerCard
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ commands = CommandGroup(strings.GROUP_TOOLS)
 
 
 async def _tools_choices(session: Session, arguments: str) -> Iterable[ArgumentChoice]:
-    words = [ArgumentChoice(word) for word in ("add", "remove", "on", "off", "attach", "forget")]
+    words = [ArgumentChoice(word) for word in ("add", "remove", "on", "off", "attach", "forget", "sign-in")]
     return [*words, *await complete_paths(session, arguments)]
 
 
@@ -52,6 +53,8 @@ async def tools(session: Session, arguments: str) -> None:
         case "attach":
             await _attach_resource(session, words)
             return
+        case "sign-in" if len(words) == 1:
+            await _sign_in(session, words[0])
         case "forget":
             await _forget_rules(session, words)
             return
@@ -75,9 +78,24 @@ async def _add_server(session: Session, arguments: str) -> None:
         raise RequestError(strings.TOOL_SERVER_USAGE) from None
     await _check_support(session)
     card = await session.wait_for(session.chat.add_tool_server(server), strings.TOOLS_RUN.format(names=name))
+    if card.needs_sign_in:
+        card = await _sign_in(session, name)
     if not card.error:
         await _offer_servers(session, [*await _offered_servers(session), name])
         session.screen.note(strings.TOOL_SERVER_ADDED.format(name=name))
+
+
+async def _sign_in(session: Session, name: str) -> ServerCard:
+    """Signs in by a browser, which comes back to an address of this program."""
+    async with listen_for_code() as callback:
+        session.screen.note(strings.TOOL_SIGN_IN.format(name=name))
+        session.screen.show(Text(one_line(await session.chat.start_sign_in(name, callback.redirect_uri), 4000)))
+        values = await session.wait_for(callback.wait(), strings.WAITING_FOR_SIGN_IN)
+    if "code" not in values:
+        raise RequestError(strings.TOOL_SIGN_IN_REFUSED.format(name=name))
+    card = await session.chat.finish_sign_in(values["state"], values["code"], values.get("iss"))
+    session.screen.note(strings.TOOL_SIGNED_IN.format(name=name))
+    return card
 
 
 async def _attach_resource(session: Session, words: list[str]) -> None:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
+from html import escape
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Query, Request, Response
+from fastapi.responses import HTMLResponse
 
 from palaver.chat.interface import Chat, ContextUsage, ModelCard, ReplyToken, SentMessage
+from palaver.errors import BadParameter
 from palaver.messages import Message, Part
 from palaver.server.admin import check_model_name
 from palaver.server.auth import AdminDep, CallerDep
+from palaver.server.auth import AdminDep, get_caller
 from palaver.server.conversations import files, streaming
 from palaver.server.conversations.files import BINARY, OCTET_STREAM
 from palaver.server.errors import NotAllowed
@@ -25,6 +29,7 @@ from palaver.store.records import ConversationDefaults
 from palaver.store.shares import Share
 from palaver.store.tool_rounds import ToolRound, ToolRule
 from palaver.tools.config import parse_server
+from palaver.tools.oauth import DONE
 from palaver.tools.servers import ServerCard, ServerResource
 from palaver.wire import (
     AddToolServerRequest,
@@ -40,6 +45,7 @@ from palaver.wire import (
     DeletePresetRequest,
     EditMessageRequest,
     ErrorBody,
+    FinishSignInRequest,
     ForgottenSchema,
     ForkReplyRequest,
     LeafSchema,
@@ -57,6 +63,8 @@ from palaver.wire import (
     ShareBranchRequest,
     StartReplyRequest,
     TokenCountSchema,
+    SignInSchema,
+    StartSignInRequest,
     UpdateConversationRequest,
 )
 
@@ -404,6 +412,35 @@ async def add_tool_server(body: AddToolServerRequest, chat: ChatDep) -> ServerCa
 @tool_routes.post("/tools/remove", status_code=204)
 async def remove_tool_server(body: RemoveToolServerRequest, chat: ChatDep) -> None:
     await chat.remove_tool_server(body.name)
+
+
+@tool_routes.post("/tools/sign-in")
+async def start_sign_in(body: StartSignInRequest, request: Request, chat: ChatDep) -> SignInSchema:
+    """Begins to sign this user in to a tool server with OAuth."""
+    redirect_uri = body.redirect_uri or f"{request.base_url}api/tools/callback"
+    return SignInSchema(url=await chat.start_sign_in(body.server, redirect_uri))
+
+
+@tool_routes.post("/tools/sign-in/finish")
+async def finish_sign_in(body: FinishSignInRequest, chat: ChatDep) -> ServerCard:
+    """Ends a sign-in that this user began, for callers to whose own address the browser came back."""
+    return await chat.finish_sign_in(body.state, body.code, body.issuer)
+
+
+@tool_routes.get("/tools/callback", response_class=HTMLResponse, include_in_schema=False)
+async def sign_in_callback(request: Request, state: StateDep, again: bool = False) -> HTMLResponse:
+    """The browser comes back from an authorization server. It sends the page's cookie only with a navigation from this
+    site, so that the first request leads to a second one."""
+    if not again:
+        target = escape(f"{request.url.path}?{request.url.query}&again=true", quote=True)
+        return HTMLResponse(f'<!doctype html><meta http-equiv="refresh" content="0;url={target}">')
+    query = request.query_params
+    if "code" not in query or "state" not in query:
+        raise BadParameter("code", query.get("error", "")[:80], "the sign-in was refused")
+    chat = state.service.chat(get_caller(request).owner_id)
+    card = await chat.finish_sign_in(query["state"][:500], query["code"][:8192], query.get("iss"))
+    text = f"The tool server {card.name} {card.error}." if card.error else DONE
+    return HTMLResponse(f"<!doctype html><meta charset=utf-8><title>Palaver</title><p>{escape(text)}")
 
 
 @tool_routes.get("/tools/rules")
