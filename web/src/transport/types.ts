@@ -556,6 +556,8 @@ export interface ShareBranch {
   days?: number
   thoughts?: boolean
   tools?: boolean
+}
+
 /** A part of a file that was not imported, and the reason. */
 export interface SkippedConversation {
   item: string

@@ -14,8 +14,7 @@ from palaver.chat.interface import Chat, ContextUsage, ModelCard, ReplyToken, Se
 from palaver.errors import BadParameter
 from palaver.messages import Message, Part
 from palaver.server.admin import check_model_name
-from palaver.server.auth import AdminDep, CallerDep
-from palaver.server.auth import AdminDep, get_caller
+from palaver.server.auth import AdminDep, CallerDep, get_caller
 from palaver.server.conversations import files, streaming
 from palaver.server.conversations.files import BINARY, OCTET_STREAM
 from palaver.server.errors import NotAllowed
@@ -61,10 +60,10 @@ from palaver.wire import (
     SavePresetRequest,
     SendMessageRequest,
     ShareBranchRequest,
-    StartReplyRequest,
-    TokenCountSchema,
     SignInSchema,
+    StartReplyRequest,
     StartSignInRequest,
+    TokenCountSchema,
     UpdateConversationRequest,
 )
 
