@@ -18,7 +18,7 @@ import statistics
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -29,16 +29,14 @@ from palaver.chat.interface import Chat
 from palaver.chat.model import Model
 from palaver.chat.model_pool import ModelPool
 from palaver.chat.service import Service
-from palaver.engines.core.generation import ReplyState
 from palaver.engines.host.supervisor import ReportProgress
 from palaver.events import Event, Finished, PhaseOpened, ReadEvent
-from palaver.generation import Output, Prompt, Step
 from palaver.messages import user
 from palaver.phases import Phase
 from palaver.store import Store, open_store
 from palaver.store.replies import TokenFrame
 from tests.chat.scripted_service import TOKENIZER, model, reply
-from tests.scripted_engine import ScriptedEngine
+from tests.scripted_engine import PacedEngine
 from tests.store.postgres import running_server, server_binaries
 
 SCRIPT = reply("1 2 3 4 5 6 7 8 9 " * 40, "a word and another " * 60)
@@ -47,26 +45,11 @@ PACE_S = 0.02
 _CONTEXT = multiprocessing.get_context("spawn")
 
 
-class PacedEngine(ScriptedEngine):
-    """A scripted engine that takes its time for each token."""
-
-    seconds = 0.0
-
-    async def _outputs(self, prompt: Prompt, reply: ReplyState, stopped: asyncio.Event) -> AsyncGenerator[Output]:
-        due = time.monotonic()
-        async for output in super()._outputs(prompt, reply, stopped):
-            if isinstance(output, Step) and self.seconds:
-                due = max(due + self.seconds, time.monotonic() - 10 * self.seconds)
-                await asyncio.sleep(max(0.0, due - time.monotonic()))
-            yield output
-
-
 @asynccontextmanager
 async def front(store: Store, seconds: float) -> AsyncIterator[Service]:
     async def load(name: str, report: ReportProgress) -> Model:
         built = model([SCRIPT], name)
-        engine = PacedEngine([SCRIPT], TOKENIZER.vocabulary)
-        engine.seconds = seconds
+        engine = PacedEngine([SCRIPT], TOKENIZER.vocabulary, seconds)
         return Model(engine, built.format, name, built.tokenizer, built.vocabulary)
 
     models = ModelPool(load, ("scripted",))

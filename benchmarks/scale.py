@@ -22,6 +22,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from palaver.engines.cluster.affinity import load_bound, rendezvous_weights
+
 SLOTS = 8
 """Replies that a replica generates at once."""
 STEP = 0.04
@@ -40,8 +42,6 @@ DETECTION, RESTART = 2.0, 90.0
 """Seconds until a death is noticed, and until the replica is back."""
 ASSISTANTS = 200
 """System prompts, used as often as Zipf's law says."""
-LOAD_BOUND = 1.25
-"""Ours: a replica takes new turns up to so many times the mean load."""
 WARM_UP = 0.25
 """The share of the time that is not counted, while the caches fill."""
 
@@ -126,10 +126,7 @@ class Router:
 
     def weights(self, key: int) -> np.ndarray:
         """Rendezvous hashing: a weight of each replica for this key. The dead have none."""
-        mixed = (self.seeds ^ np.uint64(key * 0x9E3779B97F4A7C15 % 2**64)) * np.uint64(0xBF58476D1CE4E5B9)
-        mixed ^= mixed >> np.uint64(31)
-        mixed *= np.uint64(0x94D049BB133111EB)
-        mixed ^= mixed >> np.uint64(29)
+        mixed = rendezvous_weights(self.seeds, key)
         return np.where(self.alive, mixed, np.uint64(0))
 
 
@@ -172,7 +169,7 @@ def bounded_affinity(router: Router, conversation: SimulatedConversation) -> int
     """Ours: by conversation, to the first replica in the conversation's own order that has a free slot, or whose load
     is below the bound if that is more."""
     weights, load = router.weights(conversation.id + ASSISTANTS + 1), router.load(conversation.front)
-    bound = max(LOAD_BOUND * float(load[router.alive].mean()), SLOTS)
+    bound = load_bound(load[router.alive], SLOTS)
     return int(np.argmax(np.where(load < bound, weights, np.uint64(0))))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -220,6 +221,22 @@ class ScriptedEngine:
         script = self._scripts[self._next % len(self._scripts)]
         self._next += 1
         return script
+
+
+class PacedEngine(ScriptedEngine):
+    """A scripted engine that takes its time for each token."""
+
+    def __init__(self, scripts: Sequence[Script], vocabulary: Vocabulary, seconds: float) -> None:
+        super().__init__(scripts, vocabulary)
+        self._seconds = seconds
+
+    async def _outputs(self, prompt: Prompt, reply: ReplyState, stopped: asyncio.Event) -> AsyncGenerator[Output]:
+        due = time.monotonic()
+        async for output in super()._outputs(prompt, reply, stopped):
+            if isinstance(output, Step) and self._seconds:
+                due = max(due + self._seconds, time.monotonic() - 10 * self._seconds)
+                await asyncio.sleep(max(0.0, due - time.monotonic()))
+            yield output
 
 
 async def _emit(reply: ReplyState, item: int | Step) -> AsyncIterator[Output]:

@@ -96,6 +96,8 @@ class Prompt:
     adapter: str = ""
     conversation: str = ""
     """The id of its conversation, whose cache `Engine.forget` frees."""
+    turn: str = ""
+    """The id of the reply, for logs and traces."""
     healing: bytes = b""
     """Token healing: the bytes that the next tokens must start with, the end of a partial reply cut inside a token."""
 

@@ -25,9 +25,15 @@ AUTO, TORCH, LLAMACPP, MLX, DIFFUSION, VLLM = "auto", "torch", "llamacpp", "mlx"
 LOCAL = (TORCH, LLAMACPP, MLX, DIFFUSION, VLLM)
 REMOTE = "remote"
 """A server elsewhere, which --engine names by its address."""
-HOSTED = (LLAMACPP, VLLM, REMOTE)
+RAY = "ray"
+"""Replicas on a Ray cluster, which --engine names by its address."""
+HOSTED = (LLAMACPP, VLLM, REMOTE, RAY)
 """Engines that always run in a process of their own."""
+ELSEWHERE = (REMOTE, RAY)
+"""Engines that need next to no memory here."""
 REMOTE_ADDRESS = re.compile(r"(vllm|llamacpp)\+https?://\S+")
+RAY_ADDRESS = re.compile(r"ray://[^\s/]+(/[\w.-]+)?")
+"""The cluster, or `auto` for that of this node, and the application: by default the one with the model's name."""
 STATES = Path("cache", "states")
 """The folder of `LoadOptions.states` in the data folder."""
 ENGINE_FILES = {
@@ -37,6 +43,7 @@ ENGINE_FILES = {
     DIFFUSION: "a folder of a diffusion model",
     VLLM: "a folder with config.json and safetensors",
     REMOTE: "a model on another server",
+    RAY: "a model on a Ray cluster",
 }
 """What each engine runs."""
 
@@ -90,8 +97,9 @@ class LoadOptions:
 
     def __post_init__(self) -> None:
         known = (AUTO, *LOCAL)
-        if self.engine not in known and not REMOTE_ADDRESS.fullmatch(self.engine):
-            names = f"must be {', '.join(known)} or an address such as vllm+https://host or llamacpp+http://host:8080"
+        if self.engine not in known and not is_address(self.engine):
+            addresses = "vllm+https://host, llamacpp+http://host:8080 or ray://auto"
+            names = f"must be {', '.join(known)} or an address such as {addresses}"
             raise BadParameter("--engine", self.engine, names)
         if self.engine_python is not None and not os.access(self.engine_python, os.X_OK):
             raise BadParameter("--engine-python", str(self.engine_python), "there is no such program")
@@ -103,6 +111,11 @@ class LoadOptions:
             raise BadParameter("--mmproj", str(self.mmproj), "there is no such file")
 
 
+def is_address(engine: str) -> bool:
+    """Whether the engine is elsewhere."""
+    return bool(REMOTE_ADDRESS.fullmatch(engine) or RAY_ADDRESS.fullmatch(engine))
+
+
 def pick_engine(model: ResolvedModel, wanted: str = AUTO, needs_torch: bool = False) -> str:
     """By the kind of the files and of the machine. Raises BadParameter if one is wanted that can't run the files.
 
@@ -110,6 +123,8 @@ def pick_engine(model: ResolvedModel, wanted: str = AUTO, needs_torch: bool = Fa
     """
     if REMOTE_ADDRESS.fullmatch(wanted):
         return REMOTE
+    if RAY_ADDRESS.fullmatch(wanted):
+        return RAY
     kind = file_kind(model)
     fitting = (TORCH, MLX, DIFFUSION, VLLM) if kind == TORCH else (kind,)
     if wanted not in (AUTO, *fitting):
@@ -191,6 +206,6 @@ def make_spec(model: ResolvedModel, vocabulary: Vocabulary, loading: LoadOptions
         diffusion=None if model.diffusion is None else dict(model.diffusion),
         python=engine_python(loading),
         native_sampling=loading.native_sampling,
-        address=loading.engine if REMOTE_ADDRESS.fullmatch(loading.engine) else None,
+        address=loading.engine if is_address(loading.engine) else None,
         key=loading.engine_key,
     )

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TypeVar
 
-from palaver.chat.engine_spec import REMOTE, LoadOptions, check_engine_options, engine_python, make_spec
+from palaver.chat.engine_spec import ELSEWHERE, RAY_ADDRESS, LoadOptions, check_engine_options, engine_python, make_spec
 from palaver.chat.interface import ModelCard, ModelState
 from palaver.chat.model import Model, build_model, load_model_format
 from palaver.engines.base import Engine, EngineState, EngineStatus
@@ -57,7 +57,7 @@ class ModelLoader:
         raises what shows without its engine."""
         entry, options = self._lookup(name)
         resolved = await self._resolve(entry, report)
-        if check_engine_options(resolved, options) == REMOTE:
+        if check_engine_options(resolved, options) in ELSEWHERE:
             return PROCESS_BYTES
         size = await self._run(lambda: weights_bytes(resolved))
         return int(size * RUNTIME_FACTOR) + PROCESS_BYTES + (options.cache_bytes or 0)
@@ -84,7 +84,12 @@ class ModelLoader:
 
     def _lookup(self, name: str) -> tuple[CatalogEntry, LoadOptions]:
         entry = CatalogEntry(name, name) if self._catalog is None else self._catalog.entry(name)
-        return entry, replace(self._options, **entry.options)
+        options = replace(self._options, **entry.options)
+        if (match := RAY_ADDRESS.fullmatch(options.engine)) and match[1] is None:
+            from palaver.engines.cluster.engine import application_name
+
+            options = replace(options, engine=f"{options.engine}/{application_name(name)}")
+        return entry, options
 
     async def _resolve(self, entry: CatalogEntry, report: ReportProgress) -> ResolvedModel:
         """Finds or downloads a model."""

@@ -72,9 +72,9 @@ def inspect(
 
 
 def _describe_fit(model: ResolvedModel, engine: str, options: LoadOptions) -> str:
-    from palaver.chat.engine_spec import DIFFUSION, MLX, REMOTE
+    from palaver.chat.engine_spec import DIFFUSION, ELSEWHERE, MLX
 
-    if engine == REMOTE:
+    if engine in ELSEWHERE:
         return strings.INSPECT_ELSEWHERE
     if engine == MLX:
         from palaver.engines.mlx.engine import describe_fit as describe_mlx_fit

@@ -33,12 +33,13 @@ from palaver.errors import BrokenModel, EngineError, PalaverError
 from palaver.generation import MediaContent, MediaItem
 
 if TYPE_CHECKING:
+    from palaver.engines.cluster.engine import ClusterEngine
     from palaver.engines.core.token_stream import TokenStreamEngine
     from palaver.engines.diffusion.engine import DiffusionEngine
     from palaver.engines.llamacpp.context import LoadedModel
 
 Weights: TypeAlias = "Future[LoadedModel | None]"
-ChildEngine: TypeAlias = "LocalEngine | DiffusionEngine | TokenStreamEngine"
+ChildEngine: TypeAlias = "LocalEngine | DiffusionEngine | TokenStreamEngine | ClusterEngine"
 _PROGRESS_INTERVAL_S = 0.2
 """How often the supervisor gets the progress of loading."""
 _WARM_DELAY_S = 1.0
@@ -54,6 +55,7 @@ def make_engine(spec: EngineSpec, progress: LoadProgress, weights: Weights | Non
         "diffusion": _load_diffusion,
         "vllm": _load_vllm,
         "remote": _load_remote,
+        "ray": _load_ray,
     }
     engine = loaders[spec.engine](spec, progress)
     warming = threading.Timer(_WARM_DELAY_S, engine.warm_grammars)
@@ -167,6 +169,14 @@ def _load_remote(spec: EngineSpec, progress: LoadProgress) -> TokenStreamEngine:
         context=spec.context,
         max_running=spec.max_running,
     )
+
+
+def _load_ray(spec: EngineSpec, progress: LoadProgress) -> ClusterEngine:
+    progress.note = "connecting to the cluster"
+    from palaver.engines.cluster.engine import load
+
+    assert spec.address is not None
+    return load(spec.address, spec.vocabulary)
 
 
 def _engine_options(spec: EngineSpec) -> EngineOptions:

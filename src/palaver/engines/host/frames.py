@@ -58,7 +58,7 @@ class EngineSpec:
     """How a process loads an engine."""
 
     engine: str
-    """torch, llamacpp, mlx, diffusion, vllm or remote."""
+    """torch, llamacpp, mlx, diffusion, vllm, remote or ray."""
     model: AnyPath
     vocabulary: tuple[bytes, ...]
     adapter: AnyPath | None = None
@@ -81,7 +81,7 @@ class EngineSpec:
     native_sampling: bool = False
     """Whether vLLM's own sampler chooses the tokens."""
     address: str | None = None
-    """Of a server elsewhere, such as vllm+https://host."""
+    """Of a server elsewhere, such as vllm+https://host, or of an application on a cluster: ray://auto/sprout."""
     key: str | None = None
     """The key of that server."""
 
@@ -160,6 +160,20 @@ async def read_frame(reader: asyncio.StreamReader) -> Frame | None:
 def decode_frame(data: bytes) -> Frame:
     frame: Frame = _adapter().validate_json(data)
     return frame
+
+
+def decode_frames(data: bytes) -> list[Frame]:
+    """Frames one after another, as `encode_frame` writes each."""
+    frames, start = [], 0
+    while start < len(data):
+        size, data_size = _LENGTHS.unpack_from(data, start)
+        start += _LENGTHS.size
+        frame = decode_frame(data[start : start + size])
+        if data_size:
+            frame["content"] = replace(frame["content"], data=data[start + size : start + size + data_size])
+        frames.append(frame)
+        start += size + data_size
+    return frames
 
 
 def encode_frame(frame: Frame) -> bytes:

@@ -76,7 +76,7 @@ class _Progress(Enum):
 
 
 @dataclass
-class _PendingRequest:
+class PendingRequest:
     """One generation and its tokens so far, from which it can be sent again."""
 
     prompt: Prompt
@@ -133,7 +133,7 @@ class _PendingExpansion:
 class HostedGeneration:
     """The outputs of one generation in the engine process."""
 
-    def __init__(self, request: _PendingRequest, send: Callable[[Frame], bool], number: int) -> None:
+    def __init__(self, request: PendingRequest, send: Callable[[Frame], bool], number: int) -> None:
         self._request = request
         self._send = send
         self._number = number
@@ -177,7 +177,7 @@ class HostedEngine:
         self._status = EngineStatus(EngineState.STARTING, "The engine is starting.")
         self._process: EngineProcess | None = None
         self._writer: asyncio.StreamWriter | None = None
-        self._requests: dict[int, _PendingRequest] = {}
+        self._requests: dict[int, PendingRequest] = {}
         self._send_queue: deque[int] = deque()
         """Requests to send. After a death suspects are sent one by one, to find the one that caused it."""
         self._on_trial: int | None = None
@@ -236,7 +236,7 @@ class HostedEngine:
             raise EngineClosed
         if self._status.state is EngineState.FAILED:
             raise EngineError(self._status.reason)
-        number, request = self._next_number, _PendingRequest(prompt, sampling, choice)
+        number, request = self._next_number, PendingRequest(prompt, sampling, choice)
         self._next_number += 1
         self._requests[number] = request
         self._send_queue.append(number)
