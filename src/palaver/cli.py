@@ -11,6 +11,7 @@ from palaver import __version__
 from palaver.commands import strings
 from palaver.commands.ask import ask, fill
 from palaver.commands.chat import chat
+from palaver.commands.cluster import cluster
 from palaver.commands.formats import formats
 from palaver.commands.inspect import inspect
 from palaver.commands.models import models
@@ -45,6 +46,7 @@ app.add_typer(keys, name="keys")
 app.add_typer(formats, name="formats")
 app.add_typer(tools, name="tools")
 app.add_typer(models, name="models")
+app.add_typer(cluster, name="cluster")
 
 
 def main() -> None:

@@ -66,7 +66,8 @@ EXACT = "Make replies independent of other requests, to the bit. Slower."
 COMPILE = "Require or disable the compiled CPU code; by default it is used where possible."
 ENGINE = (
     "Which engine runs the model: auto, torch, llamacpp, mlx, diffusion, vllm, or a server elsewhere:"
-    " vllm+https://HOST or llamacpp+https://HOST ($PALAVER_ENGINE_KEY is its key)."
+    " vllm+https://HOST or llamacpp+https://HOST ($PALAVER_ENGINE_KEY is its key), or replicas on a Ray cluster:"
+    " ray://auto on one of its nodes."
 )
 ENGINE_PYTHON = "With --engine vllm: the Python of the environment that has vLLM."
 NATIVE_SAMPLING = "With --engine vllm: let vLLM's own sampler choose the tokens. Faster; fewer parameters."
@@ -303,3 +304,33 @@ HOST_NEEDS_KEYS = (
     "others can reach this address, so a key is needed. Create one with `palaver keys add NAME --admin`, "
     "or start with --make-key"
 )
+
+CLUSTER = "Engine replicas on a Ray cluster."
+CLUSTER_UP = "Run engine replicas: start a Ray cluster on this machine, or use a running one."
+CLUSTER_CONFIG = "Print Ray Serve's configuration of the models, for `serve deploy` or KubeRay."
+CLUSTER_JOIN = "Make this machine a node of a cluster: with --cpus 0 for a front, which runs no replicas."
+CLUSTER_STATUS = "Print the models of the cluster of this node and their replicas."
+CLUSTER_MODELS = "Models, each with replicas of its own."
+CLUSTER_HOST = "The address by which other nodes know this one: a private one. Default: as Ray finds it."
+CLUSTER_PORT = "The port at which other nodes join."
+CLUSTER_ADDRESS = "Deploy on a running cluster: HOST:PORT, or auto for that of this node."
+CLUSTER_REPLICAS = "Replicas of each model: a number, or MIN-MAX to scale by the queue and the caches."
+CLUSTER_CPUS = "Cores that Ray reserves for a replica."
+CLUSTER_GPUS = "GPUs that Ray reserves for a replica."
+CLUSTER_SLOTS = "Requests that a replica computes well at once."
+CLUSTER_NODE_CPUS = "Cores that this node offers to replicas; by default all."
+CLUSTER_NODE_ADDRESS = "HOST:PORT of the cluster."
+NO_RAY = "Ray is not installed: pip install 'palaver[cluster]'."
+BAD_REPLICAS = "must be a number such as 2, or a range such as 1-4"
+PUBLIC_CLUSTER = (
+    "is a public address, and Ray's ports run code for those who reach them: give the address of a private interface"
+)
+PUBLIC_MACHINE = (
+    "is a public address of this machine, and Ray listens on all addresses of a machine: use one on a private network"
+)
+NO_CLUSTER_TOKEN = "Ray's tokens are disabled ($RAY_AUTH_MODE): anyone on the network could run code on the cluster"
+CLUSTER_STARTED = "A Ray cluster runs at {address}. Ctrl+C ends it."
+CLUSTER_DEPLOYED = "{model}: {replicas} replicas. A front: palaver serve {model} --engine ray://auto"
+CLUSTER_JOINING = "Another machine, with the token of ~/.ray/auth_token there too: palaver cluster join {address}"
+CLUSTER_REPLICA_LINE = "{model}: {status}, {replicas}"
+CLUSTER_NO_MODELS = "There are no models on the cluster."
