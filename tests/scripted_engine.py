@@ -224,13 +224,19 @@ class ScriptedEngine:
 
 
 class PacedEngine(ScriptedEngine):
-    """A scripted engine that takes its time for each token."""
+    """A scripted engine that takes its time for each token, and has so many slots."""
 
-    def __init__(self, scripts: Sequence[Script], vocabulary: Vocabulary, seconds: float) -> None:
+    def __init__(self, scripts: Sequence[Script], vocabulary: Vocabulary, seconds: float, slots: int = 1024) -> None:
         super().__init__(scripts, vocabulary)
         self._seconds = seconds
+        self._slots = asyncio.Semaphore(slots)
 
     async def _outputs(self, prompt: Prompt, reply: ReplyState, stopped: asyncio.Event) -> AsyncGenerator[Output]:
+        async with self._slots:
+            async for output in self._paced(prompt, reply, stopped):
+                yield output
+
+    async def _paced(self, prompt: Prompt, reply: ReplyState, stopped: asyncio.Event) -> AsyncGenerator[Output]:
         due = time.monotonic()
         async for output in super()._outputs(prompt, reply, stopped):
             if isinstance(output, Step) and self._seconds:

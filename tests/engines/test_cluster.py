@@ -12,14 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from palaver.engines.cluster.affinity import replica_order, routing_key
+from palaver.engines.cluster.affinity import LoadTracker, replica_order, routing_key
 from palaver.engines.cluster.scaling import desired_replicas
 from palaver.engines.host.frames import decode_frames, encode_frame
 from palaver.generation import MediaContent, Prompt
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = [f"replica-{number}" for number in range(8)]
-LOOPBACK_ONLY = ["unshare", "--map-root-user", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
+AS_ROOT = [] if os.getuid() == 0 else ["--map-root-user"]
+LOOPBACK_ONLY = ["unshare", *AS_ROOT, "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
+"""Runs a command in a network namespace."""
 SECONDS = 280
 
 
@@ -70,6 +72,27 @@ def test_a_full_replica_is_passed_over_until_it_has_room() -> None:
     assert replica_order(NAMES, 5, loads, 9)[0] == order[0]
     full = [20.0 + place for place in range(len(NAMES))]
     assert replica_order(NAMES, 5, full, 8)[-1] == len(NAMES) - 1  # above the bound of 1.25 times the mean
+
+
+def test_the_load_is_the_last_report_and_what_happened_since() -> None:
+    loads = LoadTracker()
+    for number in range(20):  # one after another: they are no load
+        loads.start(f"request {number}", "a")
+        assert loads.load("a") == 1
+        loads.end(f"request {number}")
+    assert loads.load("a") == 0
+    loads.start("long", "a")
+    loads.report("a", 1, 5.0)  # with those of other fronts
+    loads.start("new", "a")
+    assert loads.load("a") == 6
+    loads.end("long")
+    loads.report("a", 1, 5.0)
+    assert loads.load("a") == 5
+    loads.report("a", 2, 0.0)  # older than the request that runs
+    assert loads.load("a") == 1
+    loads.keep(["b"])
+    loads.end("new")
+    assert loads.load("a") <= 0
 
 
 def test_a_prompt_without_a_conversation_is_known_by_its_beginning() -> None:

@@ -5,6 +5,7 @@ whose load is below a bound. A replica that dies moves only its own conversation
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from hashlib import blake2b
 
 import numpy as np
@@ -41,6 +42,41 @@ def rendezvous_weights(seeds: np.ndarray, key: int) -> np.ndarray:
 def load_bound(loads: np.ndarray, slots: float) -> float:
     """The load from which on a replica takes no new turns: while it has a free slot it does."""
     return max(LOAD_BOUND * float(loads.mean()), slots)
+
+
+class LoadTracker:
+    """The load of replicas: as they reported it, with what was sent from here and has ended here since."""
+
+    def __init__(self) -> None:
+        self._reports: dict[str, tuple[int, float]] = {}
+        self._since: dict[str, int] = {}
+        self._open: dict[str, str] = {}
+        """The replicas of the requests that run, by the id of the request."""
+
+    def report(self, replica: str, number: int, load: float) -> None:
+        """Reports are numbered. One that is known already changes nothing."""
+        if self._reports.get(replica, (0, 0.0))[0] != number:
+            self._reports[replica], self._since[replica] = (number, load), 0
+
+    def start(self, request: str, replica: str) -> None:
+        self._open[request] = replica
+        self._since[replica] = self._since.get(replica, 0) + 1
+
+    def end(self, request: str) -> None:
+        replica = self._open.pop(request, None)
+        if replica is not None:
+            self._since[replica] = self._since.get(replica, 0) - 1
+
+    def load(self, replica: str) -> float:
+        running = sum(one == replica for one in self._open.values())
+        return max(self._reports.get(replica, (0, 0.0))[1] + self._since.get(replica, 0), float(running))
+
+    def keep(self, replicas: Iterable[str]) -> None:
+        """Forgets all other replicas."""
+        alive = set(replicas)
+        for known in (self._reports, self._since):
+            for replica in known.keys() - alive:
+                del known[replica]
 
 
 def replica_order(names: list[str], key: int, loads: list[float], slots: float) -> list[int]:

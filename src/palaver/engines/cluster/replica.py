@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from palaver.sampling import Sampling
 
 LoadEngine: TypeAlias = Callable[[], Awaitable[tuple[Engine, Vocabulary]]]
-BATCH_S = 0.004
+BATCH_S = 0.008
 """Outputs of one reply that come within this time travel together. The first ones after a pause do not wait."""
 MEDIA_BYTES = 256 << 20
 """Decoded pictures and sounds that are kept, so that the next turn does not send them again."""
