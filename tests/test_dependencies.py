@@ -42,6 +42,10 @@ ELSEWHERE = {"vllm"}
 """Imported only by processes that run in an environment of the user's own."""
 
 
+SHARED_NAMES = {"opentelemetry": {"opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http"}}
+"""Packages that many distributions share, and those of them that are used."""
+
+
 def normalize(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
@@ -55,8 +59,10 @@ def imported(files: Iterable[Path]) -> set[str]:
     same name counts."""
     modules = {name.partition(".")[0] for file in files for name in imported_modules(file.read_text(encoding="utf-8"))}
     distributions = packages_distributions()
-    found = {module: distributions.get(module, [module]) for module in modules - OWN_PACKAGES - sys.stdlib_module_names}
-    return {normalize(module if module in names else names[0]) for module, names in found.items()}
+    shared = set().union(*(SHARED_NAMES[module] for module in modules & SHARED_NAMES.keys()))
+    modules -= OWN_PACKAGES | sys.stdlib_module_names | SHARED_NAMES.keys()
+    found = {module: distributions.get(module, [module]) for module in modules}
+    return shared | {normalize(module if module in names else names[0]) for module, names in found.items()}
 
 
 def imported_modules(source: str) -> Iterable[str]:

@@ -96,8 +96,6 @@ class Prompt:
     adapter: str = ""
     conversation: str = ""
     """The id of its conversation, whose cache `Engine.forget` frees."""
-    turn: str = ""
-    """The id of the reply, for logs and traces."""
     healing: bytes = b""
     """Token healing: the bytes that the next tokens must start with, the end of a partial reply cut inside a token."""
 
@@ -109,6 +107,8 @@ class Prompt:
     """The number of reply tokens at which the answer was requested: from there on open thinking is closed."""
     media: tuple[MediaSpan, ...] = ()
     """The pictures and sounds among `context_ids`, in order."""
+    turn: str = ""
+    """The id of the reply, for logs and traces."""
 
     def without_content(self) -> Prompt:
         """The prompt without access to the content of its media, as it crosses to another process."""

@@ -21,6 +21,7 @@ def test_health_says_which_model_is_ready(http: httpx.Client) -> None:
     assert answer.status_code == 200
     assert answer.json()["status"] == "ready"
     assert answer.json()["model"] == "sprout"
+    assert http.get("/ready").json() == {"ready": True}
 
 
 def ready(http: httpx.Client) -> tuple[int, str, float]:

@@ -47,6 +47,8 @@ def test_hostile_19_every_route_asks_for_a_key(keyed: Keyed) -> None:
             answer = httpx.request(method, url, timeout=60)
             if path == "/health":
                 assert set(answer.json()) == {"status", "instance"}
+            elif path == "/ready":
+                assert set(answer.json()) == {"ready"}
             elif path == "/api/session":  # where a page gives its key: it tells nobody of anything
                 assert method != "get" or (answer.json()["signed_in"], answer.json()["name"]) == (False, "")
             else:

@@ -391,7 +391,12 @@ class Turns:
         earlier = initial_steps[first_generated(initial_steps) :]
         stream = model.stream_reply(request, ids, None, record_steps, prompt=prompt, earlier=earlier)
         stream.record_answer_at = record_answer_at
-        return stream, reply_id.append
+
+        def set_reply_id(id: str) -> None:
+            reply_id.append(id)
+            stream.prompt = replace(stream.prompt, turn=id)
+
+        return stream, set_reply_id
 
     def _store_reply(self, lease: Lease, new_turn: NewTurn) -> tuple[StoredMessage, bool]:
         """The reply, and whether to run it: a reply that was found by its key runs already or has ended."""

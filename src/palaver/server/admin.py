@@ -43,7 +43,7 @@ class Health(BaseModel):
 
 def is_public(path: str) -> bool:
     """Whether the path needs no key, so that a server can be found and monitored without one."""
-    return path == "/health"
+    return path in ("/health", "/ready")
 
 
 class LoadRequest(BaseModel):
@@ -69,6 +69,13 @@ def router() -> APIRouter:
         if request.state.caller is None:
             value = {"status": value["status"], "instance": value["instance"]}
         return JSONResponse(value, status)
+
+    @routes.get("/ready")
+    async def ready(state: StateDep) -> Response:
+        """Whether a load balancer may send requests here: 200, or 503 while the model, its engine or the database can't
+        be used. It says no more, and needs no key."""
+        is_ready = (await _current_health(state)).status == ModelState.READY
+        return JSONResponse({"ready": is_ready}, 200 if is_ready else 503)
 
     @routes.get("/metrics", response_class=PlainTextResponse)
     async def metrics(state: StateDep) -> Response:

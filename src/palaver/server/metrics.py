@@ -5,6 +5,7 @@ of prometheus_client take a lock for each. Every app has its own metrics: nothin
 
 from __future__ import annotations
 
+import logging
 import time
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,7 +18,9 @@ from prometheus_client.registry import Collector
 
 from palaver.chat.turns import Turn
 from palaver.events import Event, Failed, Finished, Started, Usage, Waiting
+from palaver.tracing import default_tracer
 
+_log = logging.getLogger(__name__)
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
 
@@ -191,6 +194,7 @@ class _TurnRun:
         self._tokens = 0
         self._earlier_thinking = 0
         self._started = Started(0, 0)
+        self._begun = time.time_ns()
 
     def on_event(self, event: Event) -> None:
         match event:
@@ -219,3 +223,15 @@ class _TurnRun:
         thinking = self._turn.reply_stream.usage.thinking_tokens - self._earlier_thinking
         usage = Usage(self._started.prompt_tokens, self._started.cached_tokens, self._tokens, thinking)
         self._metrics.count_reply(usage, reason)
+        self._report(usage, reason)
+
+    def _report(self, usage: Usage, reason: str) -> None:
+        """The turn's id is in the logs and traces of replicas, too."""
+        prompt, cached, tokens = usage.prompt_tokens, usage.cached_tokens, usage.reply_tokens
+        _log.info(
+            "turn ended turn=%s finish=%s prompt_tokens=%d cached_tokens=%d tokens=%d seconds=%.3f",
+            self._turn.id, reason, prompt, cached, tokens, (time.time_ns() - self._begun) / 1e9,
+        )  # fmt: skip
+        if (tracer := default_tracer()) is not None:
+            figures = {"finish": reason, "prompt_tokens": prompt, "cached_tokens": cached, "tokens": tokens}
+            tracer.record("turn", self._turn.id, self._begun, figures, is_root=True)

@@ -27,6 +27,7 @@ from palaver.errors import BrokenModel, EngineClosed, EngineError, PalaverError,
 from palaver.generation import AnswerRequested, Ended, Finish, MediaExpansion, MediaItem, Output, Prompt
 from palaver.phases import Vocabulary
 from palaver.sampling import Sampling, check_sampling
+from palaver.tracing import trace_span
 
 DEPLOYMENT = "engine"
 """The deployment of each application."""
@@ -131,10 +132,11 @@ class ClusterGeneration:
         frames = [*await asyncio.to_thread(self._load_contents), encode_frame(self._request.frame(0))]
         response = self._engine.handle("generate", stream=True).remote(b"".join(frames), key=self._key)
         try:
-            async for data in response:
-                for frame in decode_frames(data):
-                    if self._handle(frame):
-                        return
+            with trace_span("cluster request", self._request.prompt.turn, model=self._engine.application):
+                async for data in response:
+                    for frame in decode_frames(data):
+                        if self._handle(frame):
+                            return
         except (PalaverError, asyncio.CancelledError):
             raise
         except Exception as error:

@@ -13,6 +13,7 @@ from ray.util.metrics import Counter, Gauge, Histogram
 
 from palaver.engines.host.frames import OutputFrame
 from palaver.generation import Prefilled, Step
+from palaver.tracing import trace_span
 
 _log = logging.getLogger("palaver.replica")
 _TAGS = ("model", "replica")
@@ -75,7 +76,11 @@ class ReplicaTelemetry:
         observed = ObservedRequest(time.perf_counter())
         self._requests.inc()
         try:
-            yield observed
+            with trace_span("engine", turn, model=self._model, replica=self.replica) as attributes:
+                try:
+                    yield observed
+                finally:
+                    attributes |= {"tokens": observed.tokens, "cached_tokens": observed.cached_tokens}
         finally:
             for metric, value in (
                 (self._prompt_tokens, observed.prompt_tokens),
