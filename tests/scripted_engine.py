@@ -231,6 +231,9 @@ class PacedEngine(ScriptedEngine):
         self._seconds = seconds
         self._slots = asyncio.Semaphore(slots)
 
+    async def metrics(self) -> dict[str, float]:
+        return {"cancelled": self.cancelled}
+
     async def _outputs(self, prompt: Prompt, reply: ReplyState, stopped: asyncio.Event) -> AsyncGenerator[Output]:
         async with self._slots:
             async for output in self._paced(prompt, reply, stopped):

@@ -133,7 +133,7 @@ def check_private(host: str) -> str:
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
-        raise BadParameter("--host", host, "must be an IP address") from None
+        raise BadParameter("--host", host, strings.NOT_AN_ADDRESS) from None
     if address.is_unspecified or address.is_multicast or is_public(address):
         raise BadParameter("--host", host, strings.PUBLIC_CLUSTER)
     return host

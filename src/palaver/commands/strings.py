@@ -320,6 +320,7 @@ CLUSTER_GPUS = "GPUs that Ray reserves for a replica."
 CLUSTER_SLOTS = "Requests that a replica computes well at once."
 CLUSTER_NODE_CPUS = "Cores that this node offers to replicas; by default all."
 CLUSTER_NODE_ADDRESS = "HOST:PORT of the cluster."
+NOT_AN_ADDRESS = "must be an IP address"
 NO_RAY = "Ray is not installed: pip install 'palaver[cluster]'."
 BAD_REPLICAS = "must be a number such as 2, or a range such as 1-4"
 PUBLIC_CLUSTER = (
