@@ -4,7 +4,7 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 PYTHON ?= $(firstword $(foreach p,python3.13 python3.12 python3.11 python3,$(if $(shell $(p) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo ok),$(p))))
 
-.PHONY: chat serve page test test-fast lint install install-dev postgres chromium compiler clean
+.PHONY: chat serve page test test-cluster test-fast lint install install-dev postgres chromium compiler clean
 
 chat: install
 	@$(VENV)/bin/palaver chat
@@ -71,6 +71,11 @@ compiler:
 test: lint postgres chromium compiler
 	@$(PY) web/build.py || echo "!!! The page could not be built: it is not tested."
 	$(VENV)/bin/pytest -n 2 --durations=25
+
+# Replicas on a Ray cluster of the tests' own, which has only the loopback
+test-cluster: install-dev
+	@$(PIP) --no-build-isolation --editable ".[cluster]"
+	$(VENV)/bin/pytest tests/engines/test_cluster.py tests/test_cluster_command.py
 
 test-fast: install-dev
 	$(VENV)/bin/ruff check .

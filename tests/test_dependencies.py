@@ -33,6 +33,7 @@ transformers loads by name."""
 UNDECLARED = {
     "hatchling": "the build backend",
     "mlx-vlm": "the Makefile installs it without its dependencies, which are not imported",
+    "ray": "`make test-cluster` installs it: a cluster for the tests needs minutes",
 }
 
 
