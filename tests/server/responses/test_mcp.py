@@ -278,7 +278,7 @@ async def test_no_other_user_and_no_other_origin_decides(calling: Calling) -> No
 
 def test_the_tool_choice_of_tools_of_servers(client: openai.OpenAI) -> None:
     def create(choice: Any, **fields: Any) -> Any:
-        tools = [{**DEMO, "require_approval": "always"}]
+        tools: Any = [{**DEMO, "require_approval": "always"}]
         return client.responses.create(model="sprout", input="Hello!", tools=tools, tool_choice=choice, **fields)
 
     none = create("none")
