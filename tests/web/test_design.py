@@ -95,7 +95,8 @@ def test_the_exports_are_a_menu_in_the_menu_and_delete_is_red(page: Page, quick:
     ended(page)
     page.get_by_role("button", name="More", exact=True).press("Enter")
     export = page.get_by_role("button", name="Export", exact=True)
-    expect(export).to_be_focused()
+    expect(page.locator("[popover]:popover-open").get_by_role("button").first).to_be_focused()
+    export.focus()
     delete = page.get_by_role("button", name="Delete conversation")
     assert delete.evaluate("e => getComputedStyle(e).color") != export.evaluate("e => getComputedStyle(e).color")
     assert page.locator("[popover]:popover-open hr").count() >= 2

@@ -62,7 +62,7 @@ def test_a_picture_is_pasted_and_seen(page: Page, tmp_path_factory: pytest.TempP
         page.get_by_label("Message", exact=True).evaluate(PASTE, red)
         expect(page.get_by_label("Attached files").get_by_role("img")).to_be_visible()
         ask(page, "What colour is it?")
-        assert "red" in answer(ended(page))
+        assert "red" in answer(ended(page)).lower()
 
 
 def test_media_are_shown_before_they_are_sent(page: Page, seeing: Served, tmp_path: Path) -> None:

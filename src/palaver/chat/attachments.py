@@ -100,6 +100,11 @@ def check_messages(messages: Sequence[Message], model: str, accepts: Collection[
                 check_accepted(part.type, model, accepts, why)
 
 
+def has_result_media(messages: Sequence[Message]) -> bool:
+    """Whether a tool result has pictures, sound or video."""
+    return any(isinstance(part, MediaPart) for one in messages if one.role is Role.TOOL for part in one.parts)
+
+
 def describe_result_media(messages: Sequence[Message], accepts: Collection[str]) -> tuple[Message, ...]:
     """The messages, where each tool result has a line of text for the media that the model does not accept there."""
     return tuple(_describe_result(message, accepts) if message.role is Role.TOOL else message for message in messages)

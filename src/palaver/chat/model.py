@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from palaver.chat.attachments import check_messages, describe_result_media
+from palaver.chat.attachments import check_messages, describe_result_media, has_result_media
 from palaver.chat.engine_spec import LoadOptions
 from palaver.chat.media_expander import MediaExpander
 from palaver.chat.reply_stream import (
@@ -124,7 +124,8 @@ class Model:
         past_replies: Sequence[Sequence[int] | None] = (),
     ) -> Prompt:
         """Renders messages, however long, with the media that the model takes. Blocks as `prompt` does."""
-        messages = describe_result_media(messages, self._result_media)
+        if has_result_media(messages):  # what the template writes is learned only then
+            messages = describe_result_media(messages, self._result_media)
         check_messages(messages, self.name, self.engine.info.media, self.engine.info.text_only)
         counts: Counter[str] = Counter()
 
