@@ -165,8 +165,10 @@ async def test_the_current_model_serves_until_the_other_is_checked() -> None:
         return 0
 
     models = ModelPool(load, measure=measure)
+    gate.set()
     models.load("first")
     await models.ready()
+    gate.clear()
     models.load("second")
     await asyncio.sleep(0)
     assert models.current().name == models.card().name == "first"

@@ -71,7 +71,7 @@ def misbehaving(record: Path) -> ServerConfig:
 
 def make_model(name: str = "calling") -> Model:
     family = FAMILIES["JSON in tags"]
-    engine = CallingEngine([[0]], TOKENIZER.vocabulary)
+    engine = CallingEngine([[0]], TOKENIZER.vocabulary, context_length=16_384)
     format = TemplateFormat(Template(family.source), TOKENIZER, STRINGS)
     return Model(engine, format, name, TOKENIZER.fingerprint, TOKENIZER.vocabulary)
 

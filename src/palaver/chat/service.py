@@ -159,6 +159,8 @@ class Service:
         await self._recovery.wait()
         if rounds is not None:
             await asyncio.wait([rounds])
+        with suppress(PalaverError):  # replies of other models are continued without it
+            await self.models.ready()
         if self.should_continue is not None:
             await self._continue_interrupted(self.should_continue)
         self._set_recovered()
