@@ -45,6 +45,8 @@ async def follow_round(session: Session, reply: StoredMessage) -> StoredMessage 
     while (round := await session.chat.tool_round(reply.id)) is not None:
         await _show_results(session, round, shown)
         waiting = [call for call in round.calls if call.state in UNDECIDED]
+        if any(call.state is CallState.NEW for call in round.calls):
+            waiting = []  # their rules are still being looked up: one question is asked about all
         if round.state is RoundState.DONE:
             return await _next_reply(session, round)
         if round.state is not RoundState.OPEN:

@@ -116,6 +116,8 @@ class ModelProcess:
         return None
 
     def _ended(self) -> VoiceFailed:
+        self.process.kill()
+        self.process.wait()  # its pipes may close before it ends: the next request must start it again
         return VoiceFailed(f"The {self._role} {self.name!r} ended while it was working.")
 
 
