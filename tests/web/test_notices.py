@@ -74,7 +74,8 @@ def test_errors_do_not_pile_up(page: Page, quick: Served, pictures: list[Path]) 
 
 
 def test_the_model_s_dot_follows_the_connection(page: Page, context: BrowserContext, quick: Served) -> None:
-    page.goto(quick.url)
+    with page.expect_response("**/api/events"):  # a stream that opens after the cut would count as a connection
+        page.goto(quick.url)
     expect(page.locator(".model .dot.ready")).to_be_visible()
     context.set_offline(True)
     expect(page.locator(".model .dot.offline")).to_be_visible()
