@@ -94,6 +94,27 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def compared(rows: list[dict[str, Any]], before: list[dict[str, Any]]) -> tuple[str, bool]:
+    """What each bar lost or gained against other weights on the same cases, and whether these are to be preferred.
+
+    They are if no bar is missed that was met before, and none lost more than one case in a hundred.
+    """
+    old = {(row["bar"], row["sampling"]): row for row in before}
+    lines, preferred = [], True
+    for row in rows:
+        then = old.get((row["bar"], row["sampling"]))
+        if then is None or then["of"] != row["of"]:
+            continue
+        change, wanted = row["right"] - then["right"], row["wanted"] or 0.0
+        newly_missed = row["right"] < wanted * row["of"] <= then["right"]
+        bad = newly_missed or change < -0.01 * row["of"]
+        preferred = preferred and not bad
+        if change:
+            named = f"{row['bar']:<36}{row['sampling']:<9}"
+            lines.append(f"{named}{then['right']:>6} -> {row['right']:<6}of {row['of']:<6}{'  WORSE' if bad else ''}")
+    return "\n".join([*lines, "preferred" if preferred else "not preferred: see WORSE"]), preferred
+
+
 def write_failures(parts: dict[str, list[Outcome]], path: Path) -> None:
     wrong = [(name, o) for name, part in parts.items() for o in part if not (o.right and o.ended)]
     path.write_text("".join(json.dumps(_failure(name, o), ensure_ascii=False) + "\n" for name, o in wrong))
@@ -127,6 +148,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--every", type=int, default=1, help="repeat every n-th case with default sampling; 0 for none")
     parser.add_argument("--json", type=Path, default=None, help="where to write the figures")
     parser.add_argument("--failures", type=Path, default=None, help="where to write every case that went wrong")
+    parser.add_argument(
+        "--against",
+        type=Path,
+        default=None,
+        help="the figures of other weights on the same cases; status 4 if those are better",
+    )
     parser.add_argument("--card", action="store_true", help="put the figures of --json into the model card and end")
     return parser.parse_args()
 
@@ -150,6 +177,10 @@ def main() -> int:
     print(table(rows), flush=True)
     if given.failures:
         write_failures(parts, given.failures)
+    if given.against:
+        text, preferred = compared(rows, json.loads(given.against.read_text())["figures"])
+        print(text, flush=True)
+        return 0 if preferred else 4
     return 0
 
 

@@ -20,7 +20,7 @@ from training.abilities import (
     small_talk,
     tools,
 )
-from training.conversations import Exchange, Message, Sample, conversation
+from training.conversations import Exchange, Json, Message, Sample, conversation
 from training.phrasings import Draw, Split
 
 SINGLE: tuple[tuple[float, Callable[[Draw], Exchange]], ...] = (
@@ -98,41 +98,75 @@ def mannered(draw: Draw) -> Sample:
     return conversation(*turns, system=system)
 
 
+def _offered(ask: Callable[[Draw], tuple[Exchange, tuple[Json, ...]]]) -> Callable[[Draw], Sample]:
+    """A request beside the tools that are offered, alone or after other talk."""
+
+    def drawn(draw: Draw) -> Sample:
+        exchange, listed = ask(draw)
+        before = [filler(draw)] if draw.chance(0.12) else []
+        return conversation(*before, exchange, system=_system(draw), tools=listed)
+
+    return drawn
+
+
+def _no_demo_tool(draw: Draw) -> tuple[Exchange, tuple[Json, ...]]:
+    return tools.no_demo_tool(draw, away_from_tools)
+
+
+def _none_fits(draw: Draw) -> tuple[Exchange, tuple[Json, ...]]:
+    return tools.none_fits(draw, single)
+
+
+TOOLED: tuple[tuple[float, Callable[[Draw], Sample]], ...] = (
+    (0.11, tools.told),
+    (0.06, tools.chained),
+    (0.08, _offered(tools.several_calls)),
+    (0.06, _offered(tools.one_string)),
+    (0.05, _offered(_no_demo_tool)),
+    (0.04, tools.again),
+    (0.10, tools.answered),
+    (0.19, _offered(tools.one_call)),
+    (0.17, _offered(tools.two_calls)),
+    (0.12, _offered(_none_fits)),
+    (0.02, _offered(tools.missing_value)),
+)
+POLISHED: tuple[tuple[float, Callable[[Draw], Sample]], ...] = (
+    (0.09, tools.told),
+    (0.05, tools.chained),
+    (0.20, _offered(tools.several_calls)),
+    (0.10, _offered(tools.known_call)),
+    (0.05, _offered(tools.one_string)),
+    (0.05, _offered(_no_demo_tool)),
+    (0.03, tools.again),
+    (0.08, tools.answered),
+    (0.13, _offered(tools.one_call)),
+    (0.13, _offered(tools.two_calls)),
+    (0.07, _offered(_none_fits)),
+    (0.02, _offered(tools.missing_value)),
+)
+"""The everyday tools come more often in the second stage, several at once above all."""
+
+
 def tooled(draw: Draw) -> Sample:
-    return _tooled(draw, one_call=0.30, two_calls=0.26)
+    return weighted(draw, TOOLED)(draw)
 
 
 def polished(draw: Draw) -> Sample:
-    return _tooled(draw, one_call=0.34, two_calls=0.32)
+    return weighted(draw, POLISHED)(draw)
 
 
-def _tooled(draw: Draw, one_call: float, two_calls: float) -> Sample:
-    everyday = draw.random.random()
-    if everyday < 0.11:
-        return tools.told(draw)
-    if everyday < 0.17:
-        return tools.chained(draw)
-    kind = draw.random.random()
-    if everyday >= 0.36 and kind < 0.06:
-        return tools.again(draw)
-    if everyday >= 0.36 and kind < 0.22:
-        return tools.answered(draw)
-    if everyday < 0.25:
-        exchange, listed = tools.several_calls(draw)
-    elif everyday < 0.31:
-        exchange, listed = tools.one_string(draw)
-    elif everyday < 0.36:
-        exchange, listed = tools.no_demo_tool(draw, away_from_tools)
-    elif kind < 0.22 + one_call:
-        exchange, listed = tools.one_call(draw)
-    elif kind < 0.22 + one_call + two_calls:
-        exchange, listed = tools.two_calls(draw)
-    elif kind < 0.97:
-        exchange, listed = tools.none_fits(draw, single)
-    else:
-        exchange, listed = tools.missing_value(draw)
-    before = [filler(draw)] if draw.chance(0.12) else []
-    return conversation(*before, exchange, system=_system(draw), tools=listed)
+def friendly(draw: Draw) -> Sample:
+    return conversation(*[filler(draw)] * draw.chance(0.3), small_talk.any_one(draw), system=_system(draw))
+
+
+def long_memory(draw: Draw) -> Sample:
+    return conversation(*memory.remembered(draw, single, draw.between(20, 70)), system=_system(draw))
+
+
+def direct_sum(draw: Draw) -> Sample:
+    """A sum of at most four digits that is answered without a thought."""
+    asked = (arithmetic.sum_ if draw.chance(0.5) else arithmetic.difference)(draw, 4)
+    return without_thinking(conversation(asked, system=_system(draw)))
 
 
 KINDS: tuple[tuple[float, Callable[[Draw], Sample]], ...] = (
@@ -145,10 +179,13 @@ KINDS: tuple[tuple[float, Callable[[Draw], Sample]], ...] = (
 
 
 POLISH: tuple[tuple[float, Callable[[Draw], Sample]], ...] = (
-    (0.44, talk),
-    (0.07, remembered),
+    (0.39, talk),
+    (0.06, remembered),
+    (0.01, long_memory),
     (0.05, followed),
     (0.07, mannered),
+    (0.02, friendly),
+    (0.03, direct_sum),
     (0.37, polished),
 )
 """The mixture of the second, shorter stage: more of what the first one learned least, calls above all."""

@@ -7,7 +7,7 @@ import torch
 
 from training import card
 from training.bars import BARS
-from training.evaluate import FORM_WANTED, drawn, figures, outcomes, table
+from training.evaluate import FORM_WANTED, compared, drawn, figures, outcomes, table
 from training.generation import Sampling, defaults, writer
 from training.tokenizer import SPROUT
 
@@ -32,3 +32,16 @@ def test_the_card_says_what_was_missed() -> None:
     row = {"bar": "sums", "sampling": "greedy", "right": 99, "of": 100, "wanted": FORM_WANTED}
     text = card.markdown({"figures": [row, {**row, "sampling": "default", "right": 100}]})
     assert text.split("\n")[2] == "| sums | 99.5% | 99 of 100: 99.00% (missed) | 100 of 100: 100.00% |"
+
+
+def test_other_weights_are_preferred_if_no_bar_gets_worse() -> None:
+    before = [
+        {"bar": "sums", "sampling": "greedy", "right": 149, "of": 150, "wanted": 0.99},
+        {"bar": "calls", "sampling": "greedy", "right": 136, "of": 150, "wanted": 0.98},
+    ]
+    better = [before[0], {**before[1], "right": 146}]
+    text, preferred = compared(better, before)
+    assert preferred
+    assert text.split("\n")[0].split() == ["calls", "greedy", "136", "->", "146", "of", "150"]
+    assert compared([{**before[0], "right": 148}, better[1]], before)[1] is False  # missed now, met before
+    assert compared([before[0], {**before[1], "right": 134}], before)[1] is False

@@ -131,3 +131,21 @@ def test_wanted_replies_pass_their_own_checks(split: Split) -> None:
         if sample.expect:
             _, reply = render(sample)
             assert right(read(reply, sample.thinks), sample.expect), (sample.expect, reply)
+
+
+def test_no_two_tools_share_a_name() -> None:
+    """Neither do those offered beside a request, and every call is of a tool that is offered with these parameters."""
+    drawn = [found for at in range(3) for found in islice(samples(9, at, Split.TRAIN, (), polish=True), 1500)]
+    drawn += [found for bar in BARS for found in cases(bar, 60, 11)]
+    for found in (one for one in drawn if one.tools):
+        offered = {tool["function"]["name"]: tool["function"]["parameters"]["properties"] for tool in found.tools}
+        assert len(offered) == len(found.tools)
+        for call in found.messages[-1].calls:
+            assert set(call.arguments) <= set(offered[call.name])
+
+
+def test_tools_of_several_servers_are_offered() -> None:
+    draw = Draw(Random(4))
+    drawn = [tools.several_calls(draw) for _ in range(300)]
+    named = [{call.name.split("__")[0] for call in exchange.calls if "__" in call.name} for exchange, _ in drawn]
+    assert sum(len(servers) > 1 for servers in named) > 60

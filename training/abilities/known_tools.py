@@ -185,7 +185,7 @@ def drawn(draw: Draw, kind: Kind | None = None, server: str | None = None, plain
     names = {name: _renamed(draw, name) for name in arguments}
     parameters = tuple(Parameter(names[n], how, True, ("on", "off") if how == "enum" else ()) for n, how, _ in kind.parameters)
     if server is None:
-        server = draw.pick((draw.pick(SERVERS), made_up(draw))) if draw.chance(0.25) else ""
+        server = _server(draw) if draw.chance(0.25) else ""
     called = draw.pick(kind.names) if draw.chance(0.8) or server else f"{draw.pick(kind.names)}_{made_up(draw)}"
     called = f"{server}__{called}" if server else called
     properties = {p.name: p.schema(_about(draw, p)) for p in parameters}
@@ -202,9 +202,25 @@ def apart(kinds: Sequence[Kind], chosen: Sequence[Kind]) -> list[Kind]:
     return [kind for kind in kinds if not taken & set(kind.names)]
 
 
-def schemas(draw: Draw, kinds: Sequence[Kind], server: str | None = None) -> list[Function]:
+def servers(draw: Draw) -> Callable[[], str | None]:
+    """Whose tools are offered: all of one server, of two or three, or each as it comes. A call gives the next tool's."""
+    kind = draw.random.random()
+    if kind < 0.45:
+        only = _server(draw) if draw.chance(0.67) else ""
+        return lambda: only
+    if kind < 0.8:
+        several = [_server(draw) for _ in range(draw.between(2, 3))] + [""] * draw.chance(0.4)
+        return lambda: draw.pick(several)
+    return lambda: None
+
+
+def _server(draw: Draw) -> str:
+    return draw.pick(SERVERS) if draw.chance(0.5) else made_up(draw)
+
+
+def schemas(draw: Draw, kinds: Sequence[Kind], server: Callable[[], str | None] = lambda: None) -> list[Function]:
     """Tools of these kinds, to list beside those that a request needs."""
-    return [drawn(draw, kind, server)[0] for kind in kinds]
+    return [drawn(draw, kind, server())[0] for kind in kinds]
 
 
 def _renamed(draw: Draw, name: str) -> str:

@@ -30,8 +30,10 @@ DONE = ("done", "ok", "OK", "success", "finished", "sent", "started", "saved")
 
 
 def _listed_tools(draw: Draw, wanted: list[Function], extra: int) -> tuple[Json, ...]:
-    tools = [f.schema for f in wanted] + [function(draw).schema for _ in range(extra)]
-    unique = {tool["function"]["name"]: tool for tool in tools}
+    """What is offered: the wanted functions and others, each name once."""
+    unique = {f.name: f.schema for f in wanted}
+    for other in (function(draw) for _ in range(extra)):
+        unique.setdefault(other.name, other.schema)
     found = list(unique.values())
     draw.random.shuffle(found)
     return tuple(found)
@@ -82,9 +84,10 @@ def one_call(draw: Draw) -> tuple[Exchange, tuple[Json, ...]]:
 
 
 def known_call(draw: Draw) -> tuple[Exchange, tuple[Json, ...]]:
-    kind = draw.pick(known_tools.KINDS)
-    wanted, user, arguments = known_tools.drawn(draw, kind)
-    others = known_tools.schemas(draw, draw.sample(known_tools.apart(known_tools.KINDS, [kind]), draw.between(0, 3)))
+    kind, server = draw.pick(known_tools.KINDS), known_tools.servers(draw)
+    wanted, user, arguments = known_tools.drawn(draw, kind, server())
+    beside = draw.sample(known_tools.apart(known_tools.KINDS, [kind]), draw.between(0, 5))
+    others = known_tools.schemas(draw, beside, server)
     exchange = _called(user, (wanted.call(arguments),))
     return exchange, _listed_tools(draw, [wanted, *others], draw.between(0, 2))
 
@@ -102,16 +105,16 @@ Wish = tuple[Function, str, dict[str, Any], known_tools.Kind]
 
 def _wishes(draw: Draw, kinds: tuple[known_tools.Kind, ...], count: int) -> tuple[list[Wish], tuple[Json, ...]]:
     """Requests for different everyday tools, and the tools that are offered: those, and others of the same server."""
-    server = draw.pick((draw.pick(known_tools.SERVERS), made_up(draw), "")) if draw.chance(0.7) else None
+    server = known_tools.servers(draw)
     chosen = draw.sample(kinds, count)
     while any(known_tools.apart([kind], [other]) == [] for at, kind in enumerate(chosen) for other in chosen[:at]):
         chosen = draw.sample(kinds, count)
-    found = [(*known_tools.drawn(draw, kind, server, count > 1), kind) for kind in chosen]
+    found = [(*known_tools.drawn(draw, kind, server(), count > 1), kind) for kind in chosen]
     if draw.chance(0.2):
         again = draw.pick([kind for kind in chosen if kind.parameters] or chosen)
         schema = next(wish[0] for wish in found if wish[3] is again)
         if again.parameters and len(found) < 4:
-            _, asked, given = known_tools.drawn(draw, again, server, True)
+            _, asked, given = known_tools.drawn(draw, again, plain=True)
             renamed = dict(zip((p.name for p in schema.parameters), given.values(), strict=True))
             found.append((schema, asked, renamed, again))
     beside = known_tools.apart(kinds, chosen)
@@ -139,7 +142,7 @@ def _all_at_once(draw: Draw, wishes: list[Wish]) -> str:
     clear = all(" " not in given or f'"{given}"' in asked for asked, given in texts)
     kind = draw.random.random()
     if kind < 0.55 and clear:
-        parts = [one.rstrip(".?!") for one in requests]
+        parts = [one.rstrip(".?! =") for one in requests]
         joined = parts[0] + "".join((draw.form(CONNECTORS) if at == len(parts) - 1 else ", ") + _within(one) for at, one in enumerate(parts) if at)
         return joined + (requests[-1][-1] if requests[-1][-1] in ".?!" else draw.pick((".", "?", "")))
     ended = [one if one[-1] in ".?!" else one + "." for one in requests]
@@ -181,9 +184,9 @@ def chained(draw: Draw) -> Sample:
     """A call whose result is needed for the next one: the first call, the second, or the answer is to be learned."""
     first_kind = draw.pick(tuple(kind for kind in known_tools.TELLING if kind.bank in ("now", "calculate", "dice", "notes")))
     note = next(kind for kind in known_tools.TELLING if kind.bank == "note")
-    server = draw.pick((draw.pick(known_tools.SERVERS), made_up(draw), "")) if draw.chance(0.7) else None
-    first, asked, arguments = known_tools.drawn(draw, first_kind, server, True)
-    second, _, _ = known_tools.drawn(draw, note, server)
+    server = known_tools.servers(draw)
+    first, asked, arguments = known_tools.drawn(draw, first_kind, server(), True)
+    second, _, _ = known_tools.drawn(draw, note, server())
     assert first_kind.result is not None
     content, sentence = first_kind.result(draw, arguments)
     then = draw.plain(THEN_NOTE)
@@ -205,8 +208,7 @@ def chained(draw: Draw) -> Sample:
 def no_demo_tool(draw: Draw, other: Callable[[Draw], Exchange]) -> tuple[Exchange, tuple[Json, ...]]:
     """The everyday tools are there and the question needs none of them."""
     found = other(draw)
-    server = draw.pick((draw.pick(known_tools.SERVERS), made_up(draw), ""))
-    listed = _listed_tools(draw, known_tools.schemas(draw, known_tools.DEMO, server), draw.pick((0, 0, 1)))
+    listed = _listed_tools(draw, known_tools.schemas(draw, known_tools.DEMO, known_tools.servers(draw)), draw.pick((0, 0, 1)))
     return Exchange(found.user, found.thinking, found.answer, Expect("no call", "no_call")), listed
 
 
@@ -233,9 +235,10 @@ def _any_function(draw: Draw) -> Function:
 
 def _two_known(draw: Draw) -> tuple[Exchange, tuple[Json, ...]]:
     """Two everyday requests, or one beside a request for a function nobody knows."""
-    first, asked, arguments = known_tools.drawn(draw)
-    second, also_asked, more = known_tools.drawn(draw) if draw.chance(0.5) else _wish(draw)
-    if second.task == first.task:
+    server = known_tools.servers(draw)
+    first, asked, arguments = known_tools.drawn(draw, server=server())
+    second, also_asked, more = known_tools.drawn(draw, server=server()) if draw.chance(0.5) else _wish(draw)
+    if second.task == first.task or second.name == first.name:
         second, also_asked, more = _wish(draw)
     wishes = [(first, asked, arguments), (second, also_asked, more)]
     draw.random.shuffle(wishes)
@@ -302,9 +305,10 @@ def none_fits(draw: Draw, other: Callable[[Draw], Exchange]) -> tuple[Exchange, 
 
 def _known_missing(draw: Draw) -> tuple[Exchange, tuple[Json, ...]]:
     """An everyday request, and everyday tools for other things."""
-    missing, user, _ = known_tools.drawn(draw)
-    others = [known_tools.drawn(draw)[0] for _ in range(3)]
-    tools = _listed_tools(draw, [other for other in others if other.task not in (missing.task, "search")], 1)
+    missing = draw.pick(known_tools.KINDS)
+    _, user, _ = known_tools.drawn(draw, missing)
+    others = [kind for kind in known_tools.apart(known_tools.KINDS, [missing]) if kind.bank != "search"]
+    tools = _listed_tools(draw, known_tools.schemas(draw, draw.sample(others, 3), known_tools.servers(draw)), 1)
     return Exchange(user, "No tool fits.", draw.pick(NO_TOOL), Expect("no call", "no_call")), tools
 
 
