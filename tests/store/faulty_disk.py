@@ -135,7 +135,8 @@ _CREATE, _LOGS = 0x4, 0x800 | 0x4000 | 0x80000
 _WRITE = ctypes.CFUNCTYPE(c_int, c_void_p, POINTER(c_char), c_int, c_int64)
 _TRUNCATE = ctypes.CFUNCTYPE(c_int, c_void_p, c_int64)
 _SYNC = ctypes.CFUNCTYPE(c_int, c_void_p, c_int)
-_OPEN = ctypes.CFUNCTYPE(c_int, c_void_p, c_char_p, POINTER(_File), c_int, c_void_p)
+_OPEN = ctypes.CFUNCTYPE(c_int, c_void_p, c_void_p, POINTER(_File), c_int, c_void_p)
+"""The name is a pointer: SQLite keeps it for as long as the file is open, and derives other names from it later."""
 _DELETE = ctypes.CFUNCTYPE(c_int, c_void_p, c_char_p, c_int)
 
 
@@ -177,11 +178,12 @@ class _VfsLayer:
         self._references.append(function)
         return ctypes.cast(function, c_void_p).value
 
-    def _on_open(self, system: int, name: bytes | None, file: Any, flags: int, out: int) -> int:
+    def _on_open(self, system: int, name: int | None, file: Any, flags: int, out: int) -> int:
         code: int = self._open(system, name, file, flags, out)
-        if code == 0 and name is not None and Path(name.decode()).parent == self._disk.folder:
+        path = None if name is None else Path(ctypes.string_at(name).decode())
+        if code == 0 and path is not None and path.parent == self._disk.folder:
             address = ctypes.addressof(file.contents)
-            self._names[address] = Path(name.decode()).name
+            self._names[address] = path.name
             if flags & _CREATE and flags & _LOGS:
                 self._new.add(address)
             file.contents.methods = ctypes.pointer(self._table(file.contents.methods))

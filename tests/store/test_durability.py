@@ -89,6 +89,17 @@ def _power_cuts(run: RecordedRun, rng: Random) -> list[int]:
     return sorted({*acknowledged, *(rng.randrange(len(run.operations) + 1) for _ in range(CUTS - len(acknowledged)))})
 
 
+def test_all_files_lie_in_the_simulated_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    folder = tmp_path / "store"
+    with intercept(folder), open_store(folder) as store:
+        new_conversation(store)
+        names = {path.name for path in folder.iterdir()}
+        assert {"palaver.db", "palaver.db-wal", "palaver.db-shm"} <= names
+        assert list(Path.cwd().iterdir()) == []
+
+
 @pytest.mark.slow
 def test_acknowledged_writes_survive_a_power_cut_at_any_write(tmp_path: Path) -> None:
     run = _record_run(tmp_path / "store")
