@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from palaver.engines.cluster.affinity import LoadTracker, replica_order, routing_key
-from palaver.engines.cluster.scaling import desired_replicas
+from palaver.engines.cluster.autoscaler import desired_replicas
 from palaver.engines.host.frames import decode_frames, encode_frame
 from palaver.generation import MediaContent, Prompt
 

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from palaver.engines.core.options import EngineOptions
-from palaver.engines.diffusion.denoising import BlockRules
+from palaver.engines.diffusion.block import BlockRules
 from palaver.engines.diffusion.engine import DiffusionEngine, load
 from palaver.engines.diffusion.gemma import seeded
 from palaver.errors import BadParameter

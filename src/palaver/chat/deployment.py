@@ -105,7 +105,7 @@ def bind_replicas(args: EngineDeployment, load: LoadEngine) -> Application:
             target_ongoing_requests=args.slots,
             upscale_delay_s=args.upscale_seconds,
             downscale_delay_s=args.downscale_seconds,
-            policy=AutoscalingPolicy(policy_function="palaver.engines.cluster.scaling:scale"),
+            policy=AutoscalingPolicy(policy_function="palaver.engines.cluster.autoscaler:scale"),
         )
         scaling = {"autoscaling_config": config}
     resources: dict[str, Any] = {"num_cpus": args.cpus, "num_gpus": args.gpus, "resources": args.resources}

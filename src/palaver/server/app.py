@@ -34,7 +34,7 @@ from palaver.server.openai import routes as openai
 from palaver.server.openai.sampling_params import operator_parameters
 from palaver.server.openapi import install_openapi
 from palaver.server.page import routes as page
-from palaver.server.page import shared
+from palaver.server.page import share_links
 from palaver.server.remote_media import RemoteMedia
 from palaver.server.responses import conversations as openai_conversations
 from palaver.server.responses import routes as responses
@@ -115,7 +115,7 @@ def _routes(state: ServerState) -> FastAPI:
         conversations,
         admin,
         websocket,
-        shared,
+        share_links,
         page,
     ):
         app.include_router(module.router())

@@ -40,6 +40,7 @@ from palaver.engines.core.generation import (
 from palaver.engines.core.options import EngineOptions, check_cache_bytes
 from palaver.engines.core.runner import SMALL_MODEL, UnsupportedModel
 from palaver.engines.core.scheduler import SchedulerLimits
+from palaver.engines.diffusion.block import Block, BlockRules
 from palaver.engines.diffusion.config import (
     GEMMA,
     NO_MASK_TOKEN,
@@ -48,7 +49,6 @@ from palaver.engines.diffusion.config import (
     find_diffusion,
     read_diffusion_config,
 )
-from palaver.engines.diffusion.denoising import Block, BlockRules
 from palaver.engines.diffusion.gemma import CanvasBlock, GemmaScheduler, gemma_config, load_gemma
 from palaver.engines.diffusion.model import DiffusionModel
 from palaver.engines.diffusion.scheduler import BlockLayout, DenoisingSequence, DiffusionScheduler

@@ -23,8 +23,8 @@ from palaver.engines.core.checkpoint import Checkpoint
 from palaver.engines.core.generation import LocalGeneration, Outbox
 from palaver.engines.core.processor import uniform
 from palaver.engines.core.scheduler import SchedulerLimits, as_engine_error
+from palaver.engines.diffusion.block import STREAM, Block, BlockRules, make_step
 from palaver.engines.diffusion.config import DiffusionConfig, Visibility
-from palaver.engines.diffusion.denoising import STREAM, Block, BlockRules, make_step
 from palaver.engines.diffusion.scheduler import DenoisingSequence, DiffusionScheduler
 from palaver.engines.torch.loader import quiet
 from palaver.errors import BrokenModel

@@ -20,9 +20,9 @@ from torch import Tensor
 from palaver.engines.core.generation import LocalGeneration, Outbox, ReplyState
 from palaver.engines.core.request import RequestQueue
 from palaver.engines.core.scheduler import SchedulerLimits, as_engine_error
+from palaver.engines.diffusion.block import Block, BlockRules
 from palaver.engines.diffusion.config import DiffusionConfig, Visibility
 from palaver.engines.diffusion.context_cache import CHUNK, CachedContext, ContextCache
-from palaver.engines.diffusion.denoising import Block, BlockRules
 from palaver.engines.diffusion.model import ContextKeyValues, DiffusionModel, PassSegment
 from palaver.errors import PalaverError
 from palaver.generation import AnswerRequested, Ended, Finish, Prefilled, Step

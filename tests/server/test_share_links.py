@@ -12,7 +12,7 @@ import httpx
 import pytest
 from sqlalchemy import update
 
-from palaver.server.page.shared import POLICY
+from palaver.server.page.share_links import POLICY
 from palaver.server.settings import ServerSettings
 from palaver.store.schema import shares
 from palaver.store.shares import MAX_SHARES
