@@ -193,9 +193,9 @@ async def test_another_turn_encodes_and_computes_nothing_again(
     family: str, folder_for: Callable[[str], Path], expander: MediaExpander, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Positions have three dimensions in one, and states can't be cut in the other."""
-    from palaver.engines.mlx.media import MediaEncoder, VisionDecoder
+    from palaver.engines.mlx.media import PictureEncoder, VisionDecoder
 
-    encoded, processed = spy(monkeypatch, VisionDecoder, "features"), spy(monkeypatch, MediaEncoder, "process")
+    encoded, processed = spy(monkeypatch, VisionDecoder, "features"), spy(monkeypatch, PictureEncoder, "process")
     async with open_model(folder_for(family), expander) as model:
         at_start = len(encoded), len(processed)
         said = [turn("user", words("See "), media(family, "image", 1), media(family, "image", 2), words("?"))]

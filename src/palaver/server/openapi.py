@@ -96,6 +96,7 @@ PUBLISHED_NAMES = {
     "FunctionName": "NamedFunction",
     "Image": "Media",
     "Audio": "Media",
+    "KeySignIn": "SignIn",
     "SignInSchema": "ToolSignIn",
     "StartSignInRequest": "StartToolSignIn",
     "Video": "Media",

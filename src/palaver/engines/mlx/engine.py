@@ -23,7 +23,7 @@ from palaver.memory import available_bytes
 from palaver.phases import Vocabulary
 
 if TYPE_CHECKING:
-    from palaver.engines.mlx.media import MediaEncoder
+    from palaver.engines.mlx.media import PictureEncoder
     from palaver.engines.mlx.runner import MlxProbe
 
 CPU, GPU = "cpu", "gpu"
@@ -84,7 +84,7 @@ class _LoadedModel:
     module: Any
     probe: MlxProbe
     library: str = "mlx-lm"
-    encoder: MediaEncoder | None = None
+    encoder: PictureEncoder | None = None
     text_only: str = ""
     """Why a model that sees takes text only."""
 
@@ -117,11 +117,11 @@ def _load_vision(checkpoint: Checkpoint, dtype: str | None, adapter: Path | None
     if adapter is not None:
         raise UnsupportedContent("with an adapter MLX runs only the text model")
     module, processor = load_vision(checkpoint, dtype)
-    from palaver.engines.mlx.media import MediaEncoder, VisionDecoder
+    from palaver.engines.mlx.media import PictureEncoder, VisionDecoder
     from palaver.engines.mlx.runner import MlxProbe
 
     try:
-        encoder = MediaEncoder(VisionDecoder(module), processor)
+        encoder = PictureEncoder(VisionDecoder(module), processor)
         probe = MlxProbe(module, encoder)
         probe.check_media()
     except UnsupportedContent:

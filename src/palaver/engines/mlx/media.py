@@ -40,7 +40,7 @@ PROBE_TEXT = (3, 1, 2)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class MediaLayout:
+class PictureLayout:
     """The rotary positions of an item's tokens."""
 
     positions: Positions | None
@@ -50,12 +50,12 @@ class MediaLayout:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class EncodedMedia:
+class EncodedPicture:
     """What the decoder is called with at the tokens of an item. All arrays are evaluated."""
 
     embeddings: mx.array
     """[tokens, size]."""
-    layout: MediaLayout
+    layout: PictureLayout
     is_visual: NDArray[np.bool_]
     """Which tokens `added` has rows for."""
     added: tuple[mx.array, ...] = ()
@@ -70,13 +70,13 @@ class EncodedMedia:
 
 
 @dataclass(slots=True, eq=False)
-class MlxMedia:
+class MlxPicture:
     """A picture, processed and, once it was needed, encoded."""
 
     expansion: MediaExpansion
     inputs: dict[str, Any]
     """Arrays of numpy that the encoder takes; empty once it is encoded."""
-    encoded: EncodedMedia | None = None
+    encoded: EncodedPicture | None = None
 
     @property
     def nbytes(self) -> int:
@@ -85,15 +85,15 @@ class MlxMedia:
 
 
 @dataclass(frozen=True, slots=True)
-class SequenceMedia:
+class SequencePictures:
     """The media of one running sequence."""
 
     spans: tuple[MediaSpan, ...]
-    encoded: Mapping[str, EncodedMedia]
+    encoded: Mapping[str, EncodedPicture]
     """By key. Items that were computed before may be missing."""
-    layouts: Mapping[str, MediaLayout]
+    layouts: Mapping[str, PictureLayout]
 
-    def rows(self, start: int, stop: int) -> Iterator[tuple[int, EncodedMedia, slice]]:
+    def rows(self, start: int, stop: int) -> Iterator[tuple[int, EncodedPicture, slice]]:
         """The items among these tokens: the first of their tokens, counted from `start`, and which they are."""
         for span in self.spans:
             first, last = max(start, span.start), min(stop, span.stop)
@@ -133,7 +133,7 @@ class VisionDecoder:
         return list(caches.make_prompt_cache(self._decoder))
 
     def __call__(
-        self, ids: mx.array, layers: list[Any], places: Sequence[tuple[int, SequenceMedia | None]]
+        self, ids: mx.array, layers: list[Any], places: Sequence[tuple[int, SequencePictures | None]]
     ) -> mx.array:
         """The logits of each token: [rows, tokens, vocabulary]. `places`: as in `MLXModel`."""
         count = ids.shape[1]
@@ -148,7 +148,7 @@ class VisionDecoder:
             arguments["position_ids"] = mx.array(np.stack([_positions(*place, count) for place in places], axis=1))
         return self._decoder(ids, cache=layers, **arguments).logits
 
-    def _with_media(self, ids: mx.array, media: Sequence[tuple[int, int, EncodedMedia, slice]]) -> dict[str, Any]:
+    def _with_media(self, ids: mx.array, media: Sequence[tuple[int, int, EncodedPicture, slice]]) -> dict[str, Any]:
         """The decoder's arguments with these items: row, first token in the row, and which of the item's tokens."""
         text = self._module.get_input_embeddings(ids).to_dict()
         arguments = {name: text[name] for name in ("inputs_embeds", "per_layer_inputs") if text[name] is not None}
@@ -169,7 +169,7 @@ class VisionDecoder:
             arguments["deepstack_visual_embeds"] = [mx.concatenate(list(layer)) for layer in zip(*added, strict=True)]
         return arguments
 
-    def encode(self, media: MlxMedia) -> EncodedMedia:
+    def encode(self, media: MlxPicture) -> EncodedPicture:
         """Computes what stands for the item, unless it is there."""
         if media.encoded is None:
             ids = media.expansion.token_ids
@@ -191,20 +191,20 @@ class VisionDecoder:
             raise UnsupportedContent(f"This model's pictures need {unknown[0]!r}, which is not supported for MLX.")
         return features
 
-    def _encoded(self, features: Mapping[str, Any], core: slice) -> EncodedMedia:
+    def _encoded(self, features: Mapping[str, Any], core: slice) -> EncodedPicture:
         embeddings = features["inputs_embeds"][0, core]
-        layout = MediaLayout(None, core.stop - core.start)
+        layout = PictureLayout(None, core.stop - core.start)
         if self._has_positions:
             positions = features.get("position_ids")
             if positions is None or positions.ndim != DIMENSIONS:
                 raise UnsupportedContent("mlx-vlm doesn't say where the tokens of this model's pictures are.")
             found = np.array(positions[:, 0, core], dtype=np.int32)
             found -= found[0, 0]
-            layout = MediaLayout(found, int(found.max()) + 1)
+            layout = PictureLayout(found, int(found.max()) + 1)
         mask, added = features.get("visual_pos_masks"), features.get("deepstack_visual_embeds")
         visual = np.zeros(core.stop - core.start, bool) if mask is None else np.array(mask[0, core], dtype=bool)
         per_layer = features.get("per_layer_inputs")
-        encoded = EncodedMedia(
+        encoded = EncodedPicture(
             mx.contiguous(embeddings),
             layout,
             visual,
@@ -228,14 +228,14 @@ def _to_host(value: Any) -> Any:
     return np.array(value) if isinstance(value, mx.array) else value
 
 
-def _positions(start: int, media: SequenceMedia | None, count: int) -> Positions:
+def _positions(start: int, media: SequencePictures | None, count: int) -> Positions:
     if media is not None:
         return media.positions(start, start + count)
     return np.tile(np.arange(start, start + count, dtype=np.int32), (DIMENSIONS, 1))
 
 
 @dataclass(eq=False)
-class MediaEncoder:
+class PictureEncoder:
     """Processes pictures with mlx-vlm's processor. `process` is thread-safe; `attach` is for the engine's thread."""
 
     decoder: VisionDecoder
@@ -256,10 +256,10 @@ class MediaEncoder:
         self._added_ids = frozenset(tokenizer.get_added_vocab().values()) | frozenset(tokenizer.all_special_ids)
         self._lock = threading.Lock()
         self.cache = MediaCache(self)
-        self._layouts: LRUCache[str, MediaLayout] = LRUCache(MAX_EXPANSIONS)
+        self._layouts: LRUCache[str, PictureLayout] = LRUCache(MAX_EXPANSIONS)
         """Kept when the item itself is evicted."""
 
-    def process(self, item: MediaItem, content: MediaContent) -> MlxMedia:
+    def process(self, item: MediaItem, content: MediaContent) -> MlxPicture:
         array = np.frombuffer(content.data, dtype=content.dtype).reshape(content.shape)
         try:
             with self._lock, mx.stream(mx.cpu):
@@ -274,7 +274,7 @@ class MediaEncoder:
             inputs["pixel_values"] = inputs.pop("images")
         inputs.pop("attention_mask", None)
         ids = [int(token_id) for token_id in np.asarray(inputs.pop("input_ids")).reshape(-1)]
-        return MlxMedia(self._expansion(self._without_bos(ids, item.placeholder)), inputs)
+        return MlxPicture(self._expansion(self._without_bos(ids, item.placeholder)), inputs)
 
     def _without_bos(self, ids: list[int], placeholder: str) -> tuple[int, ...]:
         """Some processors begin every text with the token that begins a prompt."""
@@ -290,7 +290,7 @@ class MediaEncoder:
             raise UnsupportedContent("The model's processor writes nothing for it.")
         return MediaExpansion(ids, places[0], len(ids) - 1 - places[-1])
 
-    def attach(self, sequence: SequenceState) -> SequenceMedia:
+    def attach(self, sequence: SequenceState) -> SequencePictures:
         """The media of a sequence, whose computed tokens are known: items that are not computed are encoded. Raises
         MissingMedia."""
         spans = sequence.generation.prompt.media
@@ -301,19 +301,19 @@ class MediaEncoder:
         }
         held = {**sequence.generation.media, **sequence.media}
         sequence.media = find_media(needed, held, self.cache)
-        encoded: dict[str, EncodedMedia] = {}
+        encoded: dict[str, EncodedPicture] = {}
         for span in spans:
             media = sequence.media.get(span.item.key) or self.cache.get(span.item.key)
             if media is None:
                 continue
-            assert isinstance(media, MlxMedia)
+            assert isinstance(media, MlxPicture)
             found = encoded[span.item.key] = self.decoder.encode(media)
             self._layouts[span.item.key] = found.layout
             if span.length != found.embeddings.shape[0]:
                 raise UnsupportedContent("The prompt has another number of tokens for an item than its processor.")
-        return SequenceMedia(spans, encoded, {span.item.key: self._layouts[span.item.key] for span in spans})
+        return SequencePictures(spans, encoded, {span.item.key: self._layouts[span.item.key] for span in spans})
 
-    def probe_prompt(self) -> tuple[tuple[int, ...], dict[str, Any], SequenceMedia]:
+    def probe_prompt(self) -> tuple[tuple[int, ...], dict[str, Any], SequencePictures]:
         """A prompt with a small picture between texts; the inputs of mlx-vlm's own pass for it, and its media."""
         pixels = np.random.default_rng(0).integers(0, 256, (PROBE_SIZE, PROBE_SIZE, 3), dtype=np.uint8)
         content = MediaContent(pixels.tobytes(), pixels.shape, pixels.dtype.name)
@@ -324,4 +324,4 @@ class MediaEncoder:
         span = MediaSpan(item, len(PROBE_TEXT) + expansion.lead, length)
         encoded = self.decoder.encode(media)
         ids = (*PROBE_TEXT, *expansion.token_ids, *PROBE_TEXT)
-        return ids, inputs, SequenceMedia((span,), {item.key: encoded}, {item.key: encoded.layout})
+        return ids, inputs, SequencePictures((span,), {item.key: encoded}, {item.key: encoded.layout})

@@ -21,7 +21,7 @@ from palaver.engines.mlx.prefix_cache import CacheEntry, StateCache
 from palaver.errors import CacheFull, UnsupportedContent
 
 if TYPE_CHECKING:
-    from palaver.engines.mlx.media import MediaEncoder, SequenceMedia
+    from palaver.engines.mlx.media import PictureEncoder, SequencePictures
 
 EXACT_CHUNK = 128
 """Prompt tokens of a sequence that a scheduler step computes in the exact mode."""
@@ -105,7 +105,7 @@ class MLXRunner:
         token_bytes: int,
         merges: bool = True,
         exact: MlxExactPasses | None = None,
-        encoder: MediaEncoder | None = None,
+        encoder: PictureEncoder | None = None,
     ) -> None:
         """`token_bytes`: the cache of one token. `merges`: whether states of this model can be merged. `encoder`: None
         if the model takes text only."""
@@ -120,7 +120,7 @@ class MLXRunner:
         self._merges = merges and exact is None
         self._exact = exact
         self._encoder = encoder
-        self._media: dict[SequenceState, SequenceMedia] = {}
+        self._media: dict[SequenceState, SequencePictures] = {}
         """The media of running sequences that have some."""
         self._cache = StateCache()
         self._running: dict[SequenceState, CacheEntry] = {}
@@ -391,7 +391,7 @@ TOLERANCE = 0.02
 class MlxProbe:
     """What a model's caches can do. A trial that raises is a no."""
 
-    def __init__(self, module: Any, encoder: MediaEncoder | None = None) -> None:
+    def __init__(self, module: Any, encoder: PictureEncoder | None = None) -> None:
         """`encoder`: of a model of mlx-vlm."""
         self._encoder = encoder
         self._model = MLXModel(module, None if encoder is None else encoder.decoder)

@@ -160,7 +160,7 @@ class SessionInfo(BaseModel):
     """Whether conversations may be shared by links."""
 
 
-class SignIn(BaseModel):
+class KeySignIn(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
     key: str = Field(min_length=1, max_length=500)
 
@@ -177,7 +177,7 @@ async def session(request: Request, state: StateDep) -> SessionInfo:
 
 
 @session_routes.post("/api/session")
-async def sign_in(body: SignIn, request: Request, response: Response, state: StateDep) -> SessionInfo:
+async def sign_in(body: KeySignIn, request: Request, response: Response, state: StateDep) -> SessionInfo:
     """Takes a key and gives a cookie for it."""
     key = body.key.strip()
     caller = await state.authenticator.by_key(key)
