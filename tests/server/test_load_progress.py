@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from palaver.chat.service import Service
-from palaver.server import load_progress
+from palaver.server import sse
 from palaver.store import open_store
 from tests.chat.test_model_pool import Shelf
 from tests.client.live import TOKEN, served
@@ -31,7 +31,7 @@ REQUESTS = [
 
 @pytest.fixture
 async def shelf(monkeypatch: pytest.MonkeyPatch) -> Shelf:
-    monkeypatch.setattr(load_progress, "STATUS_SECONDS", 0.05)
+    monkeypatch.setattr(sse, "STATUS_SECONDS", 0.05)
     return Shelf()
 
 

@@ -337,7 +337,7 @@ class LocalChat:
         self._turns.check_open()
         path, build = await self._path(parent), self._service.requests.build
         for model in models:
-            check_messages(messages, model.name, model.engine.info.media, model.engine.info.text_only)
+            check_messages(messages, model.name, model.engine.info.media, model.text_only)
         messages = await self._describe(messages)
         prepared = []
         for model, choice in zip(models, choices, strict=True):

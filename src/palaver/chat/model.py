@@ -23,7 +23,7 @@ from palaver.chat.reply_stream import (
     ReplyRequest,
     StepRecording,
 )
-from palaver.engines.base import Engine
+from palaver.engines.base import Capability, Engine
 from palaver.errors import BadParameter, BrokenModel, ContextOverflow, NoTemplate, NothingToContinue
 from palaver.formats.base import Format, RenderOptions
 from palaver.formats.format import CompletionFormat, TemplateFormat
@@ -90,6 +90,11 @@ class Model:
     """Notices for the user about how it was loaded."""
     media: MediaExpander = field(default_factory=MediaExpander, compare=False, repr=False)
 
+    @property
+    def text_only(self) -> str:
+        """Why a model that sees takes text only; empty for others."""
+        return self.engine.info.lacks.get(Capability.MEDIA, "")
+
     def prompt(
         self, request: ReplyRequest, reply_so_far: Sequence[int] = (), partial_reply: Message | None = None
     ) -> Prompt:
@@ -126,7 +131,7 @@ class Model:
         """Renders messages, however long, with the media that the model takes. Blocks as `prompt` does."""
         if has_result_media(messages):  # what the template writes is learned only then
             messages = describe_result_media(messages, self._result_media)
-        check_messages(messages, self.name, self.engine.info.media, self.engine.info.text_only)
+        check_messages(messages, self.name, self.engine.info.media, self.text_only)
         counts: Counter[str] = Counter()
 
         def expand(part: Image | Audio | Video) -> tuple[ExpandedMedia, ...]:

@@ -91,6 +91,13 @@ class PooledModel:
         """Whether the engine is loaded, and a new user need not wait for another model."""
         return self.engine is not None and (self.is_reserved or not self.draining)
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether a request is computed at once: its card says READY."""
+        if self.loading is not None or self.model is None or self.engine is None:
+            return False
+        return self.engine.status.state is EngineState.READY
+
     def card(self) -> ModelCard:
         if self.loading is not None:
             return ModelCard(self.name, ModelState.LOADING, self.progress, self.note)
@@ -175,6 +182,11 @@ class ModelPool:
         note = "" if self._error is None else str(self._error)
         card = self._models[self._default].card()
         return replace(card, note=note) if note else card
+
+    def is_ready(self, name: str = "") -> bool:
+        """Whether the model of that name, or the one in use, is loaded and its engine runs. Raises ModelNotOffered."""
+        known = self._models.get(self.resolve(name) if name else self._default)
+        return known is not None and known.is_ready
 
     def loading_card(self) -> ModelCard:
         """The model that `load` loads; without one, the model in use."""

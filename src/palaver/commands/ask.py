@@ -499,7 +499,7 @@ async def _read_parts(model: Model, question: Question) -> list[Part]:
 
     from palaver.chat.attachments import AttachmentReader
 
-    reader = AttachmentReader(model.media.decoder, model.name, model.engine.info.media)
+    reader = AttachmentReader(model.media.decoder, model.name, model.engine.info.media, why=model.text_only)
     return [await asyncio.to_thread(reader.read, data, "file", name) for name, data in question.files]
 
 

@@ -98,11 +98,6 @@ class EngineInfo:
     lacks: Mapping[Capability, str] = field(default_factory=dict)
     """What this engine can't do, and why. A request that needs it is refused (`check_capabilities`)."""
 
-    @property
-    def text_only(self) -> str:
-        """Why a model that sees takes text only; empty for others."""
-        return self.lacks.get(Capability.MEDIA, "")
-
 
 def check_capabilities(info: EngineInfo, prompt: Prompt, sampling: Sampling, choice: int) -> None:
     """Raises BadParameter if the request needs what the engine lacks."""

@@ -1,21 +1,25 @@
-"""Server-sent events, and what every streamed answer needs: it waits for its first chunk, and it is closed at once
-when the client disconnects."""
+"""Server-sent events, and what every streamed answer needs: it waits for its first chunk, it is closed at once when the
+client disconnects, and its comments tell the progress while its model is loaded."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import aclosing, asynccontextmanager, suppress
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from palaver.chat.interface import ModelCard, ModelState
 from palaver.chat.reply_stream import ReplyRequest
-from palaver.errors import ShuttingDown
-from palaver.server.errors import ClientDisconnected
+from palaver.errors import ModelNotOffered, ShuttingDown
+from palaver.server.errors import ClientDisconnected, error_response, error_status, log_unexpected, speaks_anthropic
+
+if TYPE_CHECKING:
+    from palaver.server.state import ServerState
 
 T = TypeVar("T")
 FIRST_SECONDS = 0.5
@@ -29,6 +33,8 @@ KEEP_ALIVE_SECONDS = 15.0
 KEEP_ALIVE = b": still here\n\n"
 COMMENT_SECONDS = 0.25
 """How often a stream looks for a new comment while it waits for a chunk."""
+STATUS_SECONDS = 2.0
+"""How long a load has before the stream begins: one that fails until then is answered with a status of its own."""
 MAX_PENDING_BYTES = 64 << 10
 
 
@@ -260,3 +266,72 @@ async def _cancel(task: asyncio.Task[None]) -> None:
         task.cancel()
     with suppress(asyncio.CancelledError, Exception):
         await task
+
+
+async def answer_while_loading(
+    request: Request,
+    state: ServerState,
+    name: str | None,
+    is_streamed: bool | None,
+    answer: Coroutine[Any, Any, Response],
+) -> Response:
+    """The answer to a request. If it is a stream and the model of that name is not loaded, comments such as
+    `: loading sprout 40%` come before its chunks."""
+    card = _loading_card(state, name) if is_streamed else None
+    if card is None:
+        return await answer
+    answering = asyncio.ensure_future(answer)
+    try:
+        await asyncio.wait({answering}, timeout=STATUS_SECONDS)
+    except asyncio.CancelledError:
+        answering.cancel()
+        raise
+    response = answering.result() if answering.done() else EventStream(_later_chunks(request, answering))
+    if isinstance(response, EventStream):
+        response.add_comments(_describe_load(state, card.name))
+    return response
+
+
+def _loading_card(state: ServerState, name: str | None) -> ModelCard | None:
+    """None for a model that is ready, or that is not offered."""
+    models, name = state.service.models, state.model_name(name)
+    with suppress(ModelNotOffered):
+        return None if models.is_ready(name) else models.card(name)
+    return None
+
+
+def _describe_load(state: ServerState, name: str) -> Callable[[], str]:
+    def describe() -> str:
+        card = _loading_card(state, name)
+        if card is None or card.state is not ModelState.LOADING:
+            return ""
+        progress = "" if card.progress is None else f" {card.progress:.0%}"
+        return f"loading {card.name}{progress}{f' ({card.note})' if card.note else ''}"
+
+    return describe
+
+
+async def _later_chunks(request: Request, answering: asyncio.Future[Response]) -> AsyncGenerator[bytes]:
+    """The chunks of an answer that comes later. The status is sent by then: an error is an event."""
+    try:
+        response = await answering
+    except ClientDisconnected:
+        return
+    except Exception as error:
+        log_unexpected(error)
+        yield _encode_error(error, request.scope)
+        return
+    assert isinstance(response, EventStream)
+    async with aclosing(response.chunks()) as chunks:
+        async for chunk in chunks:
+            yield chunk
+
+
+def _encode_error(error: Exception, scope: Scope) -> bytes:
+    value = error_response(error, scope).value
+    if speaks_anthropic(scope):
+        return encode_json(value, "error")
+    if scope["path"].endswith("/v1/responses"):
+        inner = {"code": error_status(error).code, "message": value["error"]["message"], "param": None}
+        return encode_json({"type": "error", **inner, "sequence_number": 0}, "error")
+    return encode_json(value) + encode_sse(b"[DONE]")

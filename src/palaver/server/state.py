@@ -255,8 +255,8 @@ class ServerState:
         """Reads the files that clients attach. With a model: only media that it accepts."""
         if model is None:
             return AttachmentReader(self.service.media, fetch=self.fetch_media)
-        info = model.engine.info
-        return AttachmentReader(self.service.media, model.name, info.media, self.fetch_media, info.text_only)
+        accepts = model.engine.info.media
+        return AttachmentReader(self.service.media, model.name, accepts, self.fetch_media, model.text_only)
 
 
 def get_state(request: Request) -> ServerState:

@@ -24,7 +24,6 @@ from palaver.server.anthropic.request import (
 from palaver.server.anthropic.schemas import AnthropicMessage, CountRequest, MessagesRequest
 from palaver.server.anthropic.streaming import AnthropicReply, fold_message, stream_response
 from palaver.server.auth import CallerDep
-from palaver.server.load_progress import answer_while_loading
 from palaver.server.openai.request import (
     CONVERSATION_HEADER,
     api_field_names,
@@ -40,7 +39,7 @@ from palaver.server.openai.stored import (
     stored_choices,
 )
 from palaver.server.openai.streaming import CompletionStream
-from palaver.server.sse import close_on_failure, first_chunk, first_seconds, run_while_connected
+from palaver.server.sse import answer_while_loading, close_on_failure, first_chunk, first_seconds, run_while_connected
 from palaver.server.state import ServerState, StateDep
 
 FIRST_VERSION = "2023-06-01"

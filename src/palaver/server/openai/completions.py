@@ -20,7 +20,6 @@ from palaver.formats.format import CompletionFormat
 from palaver.generation import Prompt
 from palaver.phases import Phase, Phases, State
 from palaver.server.auth import CallerDep
-from palaver.server.load_progress import answer_while_loading
 from palaver.server.openai.request import (
     ChatCall,
     OutputOptions,
@@ -36,7 +35,7 @@ from palaver.server.openai.sampling_params import completion_parameters, fill_pa
 from palaver.server.openai.schemas import CompletionRequest, FillRequest
 from palaver.server.openai.streaming import ChoiceDelta, ChunkHeader, CompletionStream, respond
 from palaver.server.settings import ServerSettings
-from palaver.server.sse import encode_json
+from palaver.server.sse import answer_while_loading, encode_json
 from palaver.server.state import ServerState, StateDep
 from palaver.store.records import new_id
 

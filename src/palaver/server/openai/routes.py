@@ -16,7 +16,6 @@ from palaver.errors import BadParameter
 from palaver.formats.base import RenderOptions
 from palaver.generation import Prompt
 from palaver.server.auth import CallerDep
-from palaver.server.load_progress import answer_while_loading
 from palaver.server.openai.audio import AddVoice, voice_output
 from palaver.server.openai.request import (
     api_field_names,
@@ -31,7 +30,7 @@ from palaver.server.openai.request import (
 from palaver.server.openai.schemas import ChatRequest, DetokenizeRequest, RenderRequest, TokenizeRequest
 from palaver.server.openai.stored import answer_in_conversation, conversation_model_name
 from palaver.server.openai.streaming import ChatEncoder, CompletionStream, respond
-from palaver.server.sse import run_while_connected
+from palaver.server.sse import answer_while_loading, run_while_connected
 from palaver.server.state import ServerState, StateDep
 
 

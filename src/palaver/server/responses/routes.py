@@ -9,7 +9,6 @@ from fastapi.responses import JSONResponse, Response
 
 from palaver.errors import BadParameter
 from palaver.server.auth import CallerDep
-from palaver.server.load_progress import answer_while_loading
 from palaver.server.responses import serving
 from palaver.server.responses.conversations import page_items
 from palaver.server.responses.request import check_request
@@ -21,7 +20,7 @@ from palaver.server.responses.schemas import (
     ResponseDeleted,
     ResponseRequest,
 )
-from palaver.server.sse import EventStream
+from palaver.server.sse import EventStream, answer_while_loading
 from palaver.server.state import ChatDep, StateDep
 
 MAX_NUMBER = 2**31
