@@ -1,30 +1,20 @@
 """The fields of a request as the parameters of a reply, under the names that conversations store them by.
 
-Three groups: sampling values, `response_format` and its short forms as a constraint, and thinking effort as the
-template's switches, between the operator's defaults and forced parameters."""
+Sampling values, and thinking effort as the template's switches, between the operator's defaults and forced
+parameters."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
-
 from palaver.chat.model import draw_seed
 from palaver.chat.parameters import MEDIA_LIMITS, merge_parameters
-from palaver.constraints import MAX_CONSTRAINT, Constraint, Grammar
 from palaver.errors import BadParameter
 from palaver.formats.base import Format
 from palaver.formats.facts import Switch, SwitchKind, effort_rank, is_effort_off, match_effort, switch_of_kind
-from palaver.server.openai.schemas import (
-    ChatRequest,
-    CompletionRequest,
-    FillRequest,
-    ResponseFormat,
-    SamplingFields,
-    StructuredOutputs,
-)
+from palaver.server.openai.response_format import CONSTRAINT_FIELDS, parse_response_format
+from palaver.server.openai.schemas import ChatRequest, CompletionRequest, FillRequest, SamplingFields
 from palaver.server.settings import ServerSettings
 
 AUDIO = "audio"
@@ -77,7 +67,9 @@ def sampling_parameters(request: ChatRequest | CompletionRequest | FillRequest) 
     given["banned_ids"] = _check_count("banned_token_ids", request.banned_token_ids) or None
     given["logit_bias"] = _biases(request.logit_bias)
     given["max_tokens"] = _agreed(request, _MAX_TOKENS_FIELDS)
-    given["constraint"] = None if isinstance(request, FillRequest) else parse_response_format(request)
+    given["constraint"] = None
+    if not isinstance(request, FillRequest) and request.model_fields_set & CONSTRAINT_FIELDS:
+        given["constraint"] = parse_response_format(request)
     return without_sentinels(given)
 
 
@@ -253,101 +245,6 @@ def _top_logprobs(request: ChatRequest) -> int | None:
 def is_spoken(request: ChatRequest) -> bool:
     """Whether the reply is to be audio too."""
     return AUDIO in (request.modalities or ())
-
-
-def parse_response_format(request: ChatRequest | CompletionRequest) -> Constraint | None:
-    """The constraint on the answer. At most one of the fields may be set."""
-    found = {
-        "response_format": _format_constraint(request.response_format),
-        "json_schema": _schema_constraint("json_schema", request.json_schema),
-        "regex": _regex("regex", request.regex),
-        "grammar": _grammar("grammar", request.grammar),
-        "guided_json": _schema_constraint("guided_json", request.guided_json),
-        "guided_regex": _regex("guided_regex", request.guided_regex),
-        "guided_choice": _choice_constraint("guided_choice", request.guided_choice),
-        "guided_grammar": _grammar("guided_grammar", request.guided_grammar),
-        **_structured_outputs(request.structured_outputs),
-    }
-    given = {name: constraint for name, constraint in found.items() if constraint is not None}
-    if len(given) > 1:
-        raise BadParameter(list(given)[1], "...", f"contradicts {next(iter(given))}: use only one of them")
-    return next(iter(given.values()), None)
-
-
-def _format_constraint(format: ResponseFormat | None) -> Constraint | None:
-    match format:
-        case None | ResponseFormat(type="text"):
-            return None
-        case ResponseFormat(type="json_object"):
-            return _schema_constraint("response_format", {"type": "object"})
-        case ResponseFormat(type="json_schema", json_schema=inner):
-            if inner is None or inner.schema_ is None:
-                raise BadParameter("response_format.json_schema", None, "must contain a schema")
-            return _schema_constraint("response_format.json_schema", inner.schema_)
-        case ResponseFormat(type="regex", regex=text):
-            return _constraint("response_format.regex", Grammar.REGEX, text)
-        case ResponseFormat(grammar=text):
-            return _grammar("response_format.grammar", text or "")
-
-
-def _structured_outputs(outputs: StructuredOutputs | None) -> dict[str, Constraint | None]:
-    """The constraints in vLLM's `structured_outputs`."""
-    if outputs is None:
-        return {}
-    name = "structured_outputs"
-    return {
-        f"{name}.json": _schema_constraint(f"{name}.json", outputs.json_),
-        f"{name}.json_object": _schema_constraint(
-            f"{name}.json_object", {"type": "object"} if outputs.json_object else None
-        ),
-        f"{name}.regex": _regex(f"{name}.regex", outputs.regex),
-        f"{name}.choice": _choice_constraint(f"{name}.choice", outputs.choice),
-        f"{name}.grammar": _grammar(f"{name}.grammar", outputs.grammar),
-    }
-
-
-def _schema_constraint(name: str, schema: Any) -> Constraint | None:
-    """A JSON schema as an object, or as text."""
-    if schema is None:
-        return None
-    return _constraint(
-        name, Grammar.JSON_SCHEMA, schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False)
-    )
-
-
-def _regex(name: str, text: str | None) -> Constraint | None:
-    return None if text is None else _constraint(name, Grammar.REGEX, text)
-
-
-def _choice_constraint(name: str, texts: list[str] | None) -> Constraint | None:
-    """The answer is one of these texts."""
-    if texts is None:
-        return None
-    if not texts or not all(texts):
-        raise BadParameter(name, texts, "must be a list of texts, none of them empty")
-    return _constraint(
-        name, Grammar.LARK, "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)
-    )
-
-
-def _grammar(name: str, text: str | None) -> Constraint | None:
-    """In Lark's notation, or in llama.cpp's GBNF, whose rules are written with `::=`."""
-    if text is None:
-        return None
-    if not is_lark_syntax(_constraint(name, Grammar.LARK, text).text):
-        try:
-            text = gbnf_to_lark(text)
-        except Exception as error:  # the converter raises plain ones
-            raise BadParameter(name, "...", f"can't be read as GBNF: {error}") from None
-    return _constraint(name, Grammar.LARK, text)
-
-
-def _constraint(name: str, grammar: Grammar, text: str | None) -> Constraint:
-    if not text:
-        raise BadParameter(name, text, "must not be empty")
-    if len(text) > MAX_CONSTRAINT:
-        raise BadParameter(name, f"{len(text)} characters", f"at most {MAX_CONSTRAINT} are taken")
-    return Constraint(grammar, text)
 
 
 def effort_parameters(level: str, given: Mapping[str, Any], format: Format) -> dict[str, Any]:
