@@ -120,25 +120,26 @@ class Inner(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, attention: type[nn.Module] = Attention) -> None:
         super().__init__()
-        self.self_attn = Attention(shape)
+        self.self_attn = attention(shape)
         self.mlp = Inner(shape)
         self.input_layernorm = Norm(shape.hidden, shape.epsilon)
         self.post_attention_layernorm = Norm(shape.hidden, shape.epsilon)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, mask)
+    def forward(self, x: Tensor, *places: Any) -> Tensor:
+        """`places`: what its attention takes beside the states."""
+        x = x + self.self_attn(self.input_layernorm(x), *places)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
 class Body(nn.Module):
     """What transformers calls `model`: everything but the head, which shares the embedding's weights."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, attention: type[nn.Module] = Attention) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(shape.vocabulary, shape.hidden)
-        self.layers = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.layers = nn.ModuleList(Block(shape, attention) for _ in range(shape.layers))
         self.norm = Norm(shape.hidden, shape.epsilon)
 
 

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -73,6 +74,26 @@ class Clock:
         share = min(1.0, self.elapsed() / self.total)
         warm = min(1.0, (since_start + 1) / WARM_UP)
         return warm * (floor + (peak - floor) * 0.5 * (1 + math.cos(math.pi * share)))
+
+    def state(self, finished: bool, tiny: bool) -> dict[str, Any]:
+        """What is saved with the weights, to go on from in the next command."""
+        return {"seconds": self.elapsed(), "step": self.step, "finished": finished, "tiny": tiny}
+
+    def log(self, folder: Path, loss: float, rate: float, steps_per_second: float, **others: Any) -> None:
+        """Prints a line of figures and adds it to the log. Raises if the loss is no number."""
+        if not math.isfinite(loss):
+            raise RuntimeError(f"the loss is {loss} at step {self.step}")
+        line = {
+            "step": self.step,
+            "seconds": round(self.elapsed()),
+            "loss": round(loss, 4),
+            "rate": round(rate, 6),
+            "steps_per_second": round(steps_per_second, 2),
+            **others,
+        }
+        print(json.dumps(line), flush=True)
+        with (folder / "log.jsonl").open("a") as log:
+            log.write(json.dumps(line) + "\n")
 
 
 @contextmanager

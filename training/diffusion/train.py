@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -147,35 +145,17 @@ def train(found: Trainer, given: argparse.Namespace, clock: Clock, until: float)
             loss = found.step(packed, rate)
             clock.step += 1
             if clock.step % given.report == 0:
-                _report(given, clock, loss.item(), rate, given.report / (time.monotonic() - last))
+                per_second = given.report / (time.monotonic() - last)
+                tokens = round(per_second * given.rows * given.length)
+                clock.log(given.out, loss.item(), rate, per_second, clean_tokens_per_second=tokens)
                 last = time.monotonic()
                 if last - saved > SAVE_EVERY:
                     saved = last
-                    weights.save(given.out, found.network, _about(given, clock, finished=False))
+                    weights.save(given.out, found.network, clock.state(finished=False, tiny=given.tiny))
             finished = clock.elapsed() >= clock.total or bool(given.steps and clock.step - first >= given.steps)
             if finished or time.monotonic() > until:
                 break
     return finished
-
-
-def _about(given: argparse.Namespace, clock: Clock, finished: bool) -> dict[str, Any]:
-    return {"seconds": clock.elapsed(), "step": clock.step, "finished": finished, "tiny": given.tiny}
-
-
-def _report(given: argparse.Namespace, clock: Clock, loss: float, rate: float, per_second: float) -> None:
-    if not math.isfinite(loss):
-        raise RuntimeError(f"the loss is {loss} at step {clock.step}")
-    line = {
-        "step": clock.step,
-        "seconds": round(clock.elapsed()),
-        "loss": round(loss, 4),
-        "rate": round(rate, 6),
-        "steps_per_second": round(per_second, 2),
-        "clean_tokens_per_second": round(per_second * given.rows * given.length),
-    }
-    print(json.dumps(line), flush=True)
-    with (given.out / "log.jsonl").open("a") as log:
-        log.write(json.dumps(line) + "\n")
 
 
 def arguments() -> argparse.Namespace:
@@ -230,7 +210,7 @@ def main() -> int:
     if device.type == "cuda" and not given.eager:
         compiled(found)
     finished = train(found, given, clock, given.began + given.minutes * 60)
-    about = _about(given, clock, finished)
+    about = clock.state(finished, given.tiny)
     weights.save(given.out, found.network, about)
     weights.save_state(given.work / "state.pt", found.network, found.optimizer, about)
     print(f"saved after {time.monotonic() - given.began:.0f} s; finished: {finished}", flush=True)

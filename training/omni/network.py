@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from training.network import Inner, Mask, Norm, Shape, attend, rotated
+from training.network import Body, Mask, Norm, Shape, attend, rotated
 from training.omni.features import CHUNK, MAX_PATCHES, MELS, PATCH_PIXELS
 from training.omni.tokens import ENTRIES
 
@@ -235,7 +235,7 @@ def _joined(x: Tensor) -> Tensor:
     return x.transpose(1, 2).flatten(2)
 
 
-class Attention(nn.Module):
+class BiasedAttention(nn.Module):
     """Qwen2's: biases, and no norms of queries and keys."""
 
     def __init__(self, shape: Shape) -> None:
@@ -261,36 +261,13 @@ class Attention(nn.Module):
         return self.o_proj(_joined(attend(query, key, value, mask)))
 
 
-class Block(nn.Module):
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.self_attn = Attention(shape)
-        self.mlp = Inner(shape)
-        self.input_layernorm = Norm(shape.hidden, shape.epsilon)
-        self.post_attention_layernorm = Norm(shape.hidden, shape.epsilon)
-
-    def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask, cache: Cache | None = None, layer: int = 0
-    ) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, mask, cache, layer)
-        return x + self.mlp(self.post_attention_layernorm(x))
-
-
-class Decoder(nn.Module):
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.embed_tokens = nn.Embedding(shape.vocabulary, shape.hidden)
-        self.layers = nn.ModuleList(Block(shape) for _ in range(shape.layers))
-        self.norm = Norm(shape.hidden, shape.epsilon)
-
-
 class OmniNetwork(nn.Module):
     def __init__(self, shape: OmniShape) -> None:
         super().__init__()
         self.shape = shape
         self.visual = Vision(shape)
         self.audio_tower = Audio(shape)
-        self.language_model = Decoder(shape.text)
+        self.language_model = Body(shape.text, BiasedAttention)
         self.apply(_start)
 
     def embed(self, tokens: Tensor, media: Media | None) -> Tensor:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import shutil
 import subprocess
@@ -21,7 +20,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -233,38 +231,23 @@ def _loop(
         if clock.step % given.report == 0:
             per_second = given.report / (time.monotonic() - last)
             last = time.monotonic()
-            _report(given, clock, loss.item(), rate, per_second, (text, media))
+            pools = (text, media)
+            clock.log(
+                given.out,
+                loss.item(),
+                rate,
+                per_second,
+                tokens_per_second=round(per_second * given.rows * given.length),
+                fresh=[pool.fresh_count for pool in pools],
+                repeated=[pool.repeated_count for pool in pools],
+            )
             if time.monotonic() - saved > SAVE_EVERY:
                 saved = time.monotonic()
-                weights.save(given.out, found.network, _about(given, clock, finished=False))
+                weights.save(given.out, found.network, clock.state(finished=False, tiny=given.tiny))
         if clock.elapsed() >= clock.total or (given.steps and clock.step - first >= given.steps):
             return True
         if time.monotonic() > until:
             return False
-
-
-def _about(given: argparse.Namespace, clock: Clock, finished: bool) -> dict[str, Any]:
-    return {"seconds": clock.elapsed(), "step": clock.step, "finished": finished, "tiny": given.tiny}
-
-
-def _report(
-    given: argparse.Namespace, clock: Clock, loss: float, rate: float, per_second: float, pools: tuple[Pool, Pool]
-) -> None:
-    if not math.isfinite(loss):
-        raise RuntimeError(f"the loss is {loss} at step {clock.step}")
-    line = {
-        "step": clock.step,
-        "seconds": round(clock.elapsed()),
-        "loss": round(loss, 4),
-        "rate": round(rate, 6),
-        "steps_per_second": round(per_second, 2),
-        "tokens_per_second": round(per_second * given.rows * given.length),
-        "fresh": [pool.fresh_count for pool in pools],
-        "repeated": [pool.repeated_count for pool in pools],
-    }
-    print(json.dumps(line), flush=True)
-    with (given.out / "log.jsonl").open("a") as log:
-        log.write(json.dumps(line) + "\n")
 
 
 def arguments() -> argparse.Namespace:
@@ -305,7 +288,7 @@ def main() -> int:
     if device.type == "cuda" and not given.eager:
         compiled(found)
     finished = train(found, given, clock, given.began + given.minutes * 60)
-    about = _about(given, clock, finished)
+    about = clock.state(finished, given.tiny)
     weights.save(given.out, found.network, about)
     weights.save_state(given.work / "state.pt", found.network, found.optimizer, about)
     print(f"saved after {time.monotonic() - given.began:.0f} s; finished: {finished}", flush=True)
