@@ -17,6 +17,7 @@ ENTER, ALT_ENTER, UP, TAB = "\r", "\x1b\r", "\x1b[A", "\t"
 CTRL_C, CTRL_D, CTRL_L, CTRL_R, CTRL_T = "\x03", "\x04", "\x0c", "\x12", "\x14"
 MARK = "›"
 TIMEOUT = 180.0
+HANGUP_TIMEOUT = 10.0
 
 
 def _at_prompt(shown: str) -> bool:
@@ -59,7 +60,13 @@ class Terminal:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._child.close(force=True)
+        """Ends the program and waits for it. pexpect's own `close` fails if that takes over a tenth of a second."""
+        if self._child.isalive():
+            self._child.kill(signal.SIGHUP)
+            self._read_to_the_end(HANGUP_TIMEOUT)
+            self._child.kill(signal.SIGKILL)
+            self._child.wait()
+        self._child.close()
 
     @property
     def pid(self) -> int:
@@ -131,20 +138,42 @@ class Terminal:
                 raise AssertionError(f"never seen: {expected}\n--- the screen:\n{self.transcript()}")
         return self.transcript()
 
+    def see(self, expected: str, timeout: float = TIMEOUT) -> str:
+        """Waits until the screen has matched the pattern, however briefly. Returns that screen.
+
+        Output is shown update by update, so that none is missed if this process reads late."""
+        seen: list[str] = []
+
+        def look() -> None:
+            if not seen and re.search(expected, self.shown(), re.MULTILINE):
+                seen.append(self.shown())
+
+        look()
+        deadline = time.monotonic() + timeout
+        while not seen:
+            if not self._read(deadline - time.monotonic(), look):
+                raise AssertionError(f"never seen: {expected}\n--- the screen:\n{self.transcript()}")
+        return seen[0]
+
     def prompt(self) -> str:
         """Waits until the last non-blank row is an empty prompt."""
         return self.wait(_at_prompt)
 
     def wait_for_exit(self, timeout: float = TIMEOUT) -> int:
         """Reads until the program exits. Returns its exit status."""
-        deadline = time.monotonic() + timeout
-        while self._read(deadline - time.monotonic()):
-            pass
+        self._read_to_the_end(timeout)
         assert not self._child.isalive() or self._child.wait() is not None
         return int(self._child.exitstatus if self._child.exitstatus is not None else -self._child.signalstatus)
 
-    def _read(self, timeout: float) -> bool:
-        """Reads output of the program. Returns False at the end of the output or after the timeout."""
+    def _read_to_the_end(self, timeout: float) -> None:
+        deadline = time.monotonic() + timeout
+        while self._read(deadline - time.monotonic()):
+            pass
+
+    def _read(self, timeout: float, on_update: Callable[[], None] | None = None) -> bool:
+        """Reads output of the program. Returns False at the end of the output or after the timeout.
+
+        `on_update` is called after each update of the screen in it."""
         if timeout <= 0:
             return False
         try:
@@ -152,7 +181,10 @@ class Terminal:
         except (pexpect.TIMEOUT, pexpect.EOF):
             return False
         self.written += data
-        self._stream.feed(data)
+        for update in re.split(rb"(?<=\x1b\[\?2026l)", data) if on_update else [data]:
+            self._stream.feed(update)
+            if on_update:
+                on_update()
         return True
 
 

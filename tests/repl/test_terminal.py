@@ -171,7 +171,7 @@ def test_a_diffusion_reply_comes_into_focus(tmp_path: Path) -> None:
     with door.open() as terminal:
         terminal.prompt()
         terminal.enter("What is 17 + 25?")
-        terminal.wait(r"[░▒▓]{3}")
+        terminal.see(r"[░▒▓]{3}")
         terminal.until(STATISTICS)
         shown = terminal.prompt()
     assert "42" in shown

@@ -133,7 +133,8 @@ def test_the_terminal_speaks(tmp_path: Path) -> None:
     received = install_player(tmp_path / "bin", RECORDING_PLAYER)
     os.mkfifo(received)  # its end is the end of the sound: typing a line before would cut it off
     saved = tmp_path / "saved.wav"
-    with local_door(tmp_path / "data").open("--think", "off", environment={"PATH": str(tmp_path / "bin")}) as terminal:
+    options = ("--think", "off", "--set", "temperature=0")
+    with local_door(tmp_path / "data").open(*options, environment={"PATH": str(tmp_path / "bin")}) as terminal:
         terminal.prompt()
         assert "played by aplay" in terminal.do("/voice on")
         assert "Sprout" in terminal.do("Who are you?")
