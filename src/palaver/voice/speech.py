@@ -14,7 +14,7 @@ import numpy as np
 
 from palaver.voice.base import SAMPLE_RATE, Samples, Speaker, VoiceSettings, silence
 from palaver.voice.espeak import Espeak
-from palaver.voice.hosted import HostedSpeaker
+from palaver.voice.model_process import ModelSpeaker
 from palaver.voice.text_normalization import detect_language, normalize_text
 
 MAX_CLAUSE = 280
@@ -305,7 +305,7 @@ DEFAULT_SPEAKER = "espeak"
 
 def load_speaker(name: str = DEFAULT_SPEAKER) -> Speaker:
     """`espeak`, or the folder or hub id of a text-to-speech model. May take a while."""
-    return Espeak() if name == DEFAULT_SPEAKER else HostedSpeaker(name)
+    return Espeak() if name == DEFAULT_SPEAKER else ModelSpeaker(name)
 
 
 class SpeakerCache:

@@ -15,7 +15,7 @@ import numpy as np
 
 from palaver.errors import BadParameter, ModelError
 from palaver.voice.base import IsStopped, Samples
-from palaver.voice.hosted import ModelProcess
+from palaver.voice.model_process import ModelProcess
 
 _QUIET_SHARE = 0.2
 """The last part of a window, in which the quietest place is searched."""

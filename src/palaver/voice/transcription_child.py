@@ -22,7 +22,7 @@ from transformers.models.whisper.tokenization_whisper import LANGUAGES, _combine
 from transformers.utils import is_librosa_available
 
 from palaver.voice.base import Samples
-from palaver.voice.hosted import Frame, Handler, serve_requests
+from palaver.voice.model_process import Frame, Handler, serve_requests
 from palaver.voice.transcription import Segment, TranscriberInfo, TranscriptionOptions, Window, Word
 
 MODEL_TYPES = ("whisper", "moonshine", "parakeet_ctc", "parakeet_rnnt", "parakeet_tdt")

@@ -169,13 +169,13 @@ def _sentence(error: Exception) -> str:
     return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), 'no reason given')}"
 
 
-class HostedSpeaker:
+class ModelSpeaker:
     """A text-to-speech model. Loads it on construction, which takes a while. Raises BrokenModel if that fails."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.executor = ThreadPoolExecutor(1, "voice")
-        self._model = ModelProcess("palaver.voice.child", name, "voice")
+        self._model = ModelProcess("palaver.voice.speech_child", name, "voice")
         info = self._model.info
         self._info = SpeechModelInfo(tuple(info["voices"]), info["language"], info["can_clone"], info["variable_speed"])
 

@@ -12,7 +12,7 @@ import pytest
 
 from palaver.errors import BadParameter, BrokenModel
 from palaver.voice.base import SAMPLE_RATE, Samples, VoiceSettings
-from palaver.voice.hosted import HostedSpeaker
+from palaver.voice.model_process import ModelSpeaker
 from palaver.voice.speech import SpeakerCache, load_speaker, stream_speech
 from tests.voice.tiny_models import make_omni, make_pocket, make_qwen3_omni, make_vits
 
@@ -23,26 +23,26 @@ def not_stopped() -> bool:
     return False
 
 
-def say(speaker: HostedSpeaker, words: str = "hello there", **voice: object) -> Samples:
+def say(speaker: ModelSpeaker, words: str = "hello there", **voice: object) -> Samples:
     return speaker.synthesize(words, "en", VoiceSettings(**voice), not_stopped)  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
-def vits(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HostedSpeaker]:
+def vits(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelSpeaker]:
     speaker = load_speaker(str(make_vits(tmp_path_factory.mktemp("vits"), speakers=3)))
-    assert isinstance(speaker, HostedSpeaker)
+    assert isinstance(speaker, ModelSpeaker)
     yield speaker
     speaker.close()
 
 
 @pytest.fixture(scope="module")
-def pocket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HostedSpeaker]:
-    speaker = HostedSpeaker(str(make_pocket(tmp_path_factory.mktemp("pocket"), ("anna", "bert"))))
+def pocket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelSpeaker]:
+    speaker = ModelSpeaker(str(make_pocket(tmp_path_factory.mktemp("pocket"), ("anna", "bert"))))
     yield speaker
     speaker.close()
 
 
-async def test_vits_speaks_clause_by_clause(vits: HostedSpeaker) -> None:
+async def test_vits_speaks_clause_by_clause(vits: ModelSpeaker) -> None:
     pieces = [piece async for piece in stream_speech("Hello there. And 2 more words!", vits)]
     assert [piece.clause.words for piece in pieces] == ["Hello there.", "And two more words!"]
     again = [piece async for piece in stream_speech("Hello there. And 2 more words!", vits)]
@@ -53,7 +53,7 @@ async def test_vits_speaks_clause_by_clause(vits: HostedSpeaker) -> None:
         assert float(np.abs(piece.samples).max()) <= 1
 
 
-def test_vits_voices_and_speed(vits: HostedSpeaker) -> None:
+def test_vits_voices_and_speed(vits: ModelSpeaker) -> None:
     assert {"0", "1", "2", "alloy"} <= set(vits.voices)
     assert not np.array_equal(say(vits, name="0"), say(vits, name="1"))
     assert np.array_equal(say(vits, name="alloy"), say(vits, name="0"))
@@ -64,7 +64,7 @@ def test_vits_voices_and_speed(vits: HostedSpeaker) -> None:
             say(vits, **wrong)
 
 
-def test_pocket_clones_a_recording(pocket: HostedSpeaker) -> None:
+def test_pocket_clones_a_recording(pocket: ModelSpeaker) -> None:
     assert pocket.can_clone
     assert {"anna", "bert"} <= set(pocket.voices)
     recording = (0.1 * np.sin(np.arange(SAMPLE_RATE) / 20)).astype(np.float32).tobytes()
@@ -79,7 +79,7 @@ def test_pocket_clones_a_recording(pocket: HostedSpeaker) -> None:
 
 def test_the_talker_of_an_omni_model_speaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    speaker = HostedSpeaker(str(make_omni(tmp_path)))
+    speaker = ModelSpeaker(str(make_omni(tmp_path)))
     try:
         assert {"Chelsie", "Ethan", "alloy"} <= set(speaker.voices)
         said = say(speaker, name="Ethan")
@@ -95,7 +95,7 @@ def test_the_talker_of_an_omni_model_speaks(tmp_path: Path, monkeypatch: pytest.
 
 def test_the_talker_of_qwen3_omni_speaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    speaker = HostedSpeaker(str(make_qwen3_omni(tmp_path)))
+    speaker = ModelSpeaker(str(make_qwen3_omni(tmp_path)))
     try:
         assert {"chelsie", "ethan", "alloy"} <= set(speaker.voices)
         said = say(speaker, name="ethan")
@@ -112,7 +112,7 @@ def test_the_talker_is_given_the_words(tmp_path: Path) -> None:
     import torch
     from transformers import LogitsProcessorList, Qwen2_5OmniForConditionalGeneration
 
-    from palaver.voice.child import ForcedReply
+    from palaver.voice.speech_child import ForcedReply
 
     model = Qwen2_5OmniForConditionalGeneration.from_pretrained(make_omni(tmp_path)).eval()
     prompt, words = torch.tensor([[3, 4, 5]]), [9, 8, 7, 6]
@@ -121,14 +121,14 @@ def test_the_talker_is_given_the_words(tmp_path: Path) -> None:
     assert written[0].tolist() == [3, 4, 5, *words]
 
 
-def test_stop_does_not_wait_for_the_model(vits: HostedSpeaker) -> None:
+def test_stop_does_not_wait_for_the_model(vits: ModelSpeaker) -> None:
     calls = iter((False, True))
     assert len(vits.synthesize("hello " * 200, "en", VoiceSettings(), lambda: next(calls, True))) == 0
     first = say(vits)
     assert np.array_equal(say(vits), first), "the response of the stopped request is discarded"
 
 
-def test_a_killed_process_is_restarted(vits: HostedSpeaker) -> None:
+def test_a_killed_process_is_restarted(vits: ModelSpeaker) -> None:
     before = say(vits)
     process = vits._model.process
     os.kill(process.pid, signal.SIGKILL)
@@ -145,7 +145,7 @@ async def test_a_model_that_cannot_be_loaded_is_reported(tmp_path: Path) -> None
 async def test_the_cached_speaker_is_closed(tmp_path: Path) -> None:
     speakers = SpeakerCache(str(make_vits(tmp_path / "one")))
     speaker = await speakers.current()
-    assert isinstance(speaker, HostedSpeaker)
+    assert isinstance(speaker, ModelSpeaker)
     assert await speakers.current() is speaker
     process = speaker._model.process
     await speakers.close()
@@ -155,7 +155,7 @@ async def test_the_cached_speaker_is_closed(tmp_path: Path) -> None:
 
 def test_the_child_process_ends_when_its_input_is_closed(tmp_path: Path) -> None:
     """As when this program is killed: its end of the pipe is closed."""
-    speaker = HostedSpeaker(str(make_vits(tmp_path / "one")))
+    speaker = ModelSpeaker(str(make_vits(tmp_path / "one")))
     assert speaker._model.process.stdin is not None
     speaker._model.process.stdin.close()
     assert speaker._model.process.wait(timeout=120) == 0

@@ -1,4 +1,4 @@
-"""The child process of `hosted.HostedSpeaker`: `python -m palaver.voice.child MODEL` runs a text-to-speech model.
+"""The child process of `ModelSpeaker`: `python -m palaver.voice.speech_child MODEL` runs a text-to-speech model.
 
 It reads requests from stdin and writes audio to stdout. So torch stays out of the server's process, and a model that
 crashes does not take the server down."""
@@ -34,7 +34,7 @@ from palaver.voice.base import (
     SpeechRequestFrame,
     silence,
 )
-from palaver.voice.hosted import Frame, Handler, serve_requests
+from palaver.voice.model_process import Frame, Handler, serve_requests
 
 MODEL_TYPES = ("vits", "pocket_tts", "qwen2_5_omni", "qwen3_omni_moe")
 _LANGUAGES = {"eng": "en", "deu": "de", "fra": "fr", "spa": "es", "por": "pt", "ita": "it", "nld": "nl", "rus": "ru"}
