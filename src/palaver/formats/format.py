@@ -34,11 +34,12 @@ from palaver.formats.markers import CONTROL_LIKE, match_any, split_marker
 from palaver.formats.media import ExpandMedia, Placeholder, PromptMedia, find_placeholders, find_result_media
 from palaver.formats.prefill import Healer, LeadingSpace, write_partial_reply
 from palaver.formats.reader import ReaderOptions, ReplyReader
-from palaver.formats.reply_states import ReplyStates, find_headers, forced_call_grammar
+from palaver.formats.reply_states import ReplyStates, find_headers
 from palaver.formats.template import Template
 from palaver.formats.tokenizer import Run, Tokenizer
 from palaver.formats.tool_calls import syntaxes
 from palaver.formats.tool_calls.samples import NAME, sample_calls, sample_tools
+from palaver.formats.tool_choice import forced_call_grammar
 from palaver.generation import MediaSpan, Prompt
 from palaver.messages import MediaPart, Message, Role, Text, Thinking, Tool, ToolCall, ToolResult, assistant, tool, user
 from palaver.phases import Phase, Phases, State
