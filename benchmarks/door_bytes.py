@@ -76,13 +76,22 @@ class Recorder:
 
     def send(self, name: str, method: str, path: str, **request: Any) -> Any:
         """Records the answer, and returns its JSON or its text."""
-        response = self._client.request(method, path, **request)
+        response = self._request(method, path, **request)
         headers = {key: value for key, value in response.headers.items() if key not in HEADERS_LEFT_OUT}
         self.keep(name, response.text, response.status_code, headers)
         try:
             return response.json()
         except ValueError:
             return response.text
+
+    def _request(self, method: str, path: str, **request: Any) -> httpx.Response:
+        """Sends it again if it was refused while it was still being sent, and the refusal was lost on the way."""
+        for _ in range(20):
+            try:
+                return self._client.request(method, path, **request)
+            except (httpx.ReadError, httpx.WriteError):
+                continue
+        return self._client.request(method, path, **request)
 
     def post(self, name: str, path: str, body: Any = None, **request: Any) -> Any:
         return self.send(name, "POST", path, json=body, **request)
