@@ -29,7 +29,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import psutil
-from sqlalchemy import URL
 
 from palaver.chat.deployment import EngineDeployment, bind_replicas, build
 from palaver.chat.engine_spec import LoadOptions
@@ -54,7 +53,7 @@ from tests.chat.scripted_service import TOKENIZER
 from tests.chat.scripted_service import model as scripted_model
 from tests.engines.cluster_engines import PACE_S, SCRIPT, SLOTS, converse, load_paced, load_with_slots
 from tests.engines.test_cluster import LOOPBACK_ONLY
-from tests.store.postgres import _run, running_server, server_account, server_binaries
+from tests.store.postgres import restart_server, running_server, server_binaries
 
 INSIDE = "PALAVER_BENCHMARK_NAMESPACE"
 STREAMS = 16
@@ -258,7 +257,7 @@ async def kills(count: int, seed: int, only: str | None) -> None:
                     "replica": lambda: chance.choice(processes("ray::ServeReplica:scripted:")).kill(),
                     "front": other.kill,
                     "controller": lambda: processes("ray::ServeController")[0].kill(),
-                    "database": lambda: restart(binaries, url),
+                    "database": lambda: restart_server(url),
                 }
                 await asyncio.to_thread(kill[kind])
                 for message, reply in sent:
@@ -294,11 +293,6 @@ async def finish(chat: Chat, message: str, reply: str) -> tuple[list[str], int]:
                 again += 1
         await asyncio.sleep(0.2)
     return [f"reply {reply} did not end: {stored}, {ended}"], again
-
-
-def restart(binaries: Path, url: URL) -> None:
-    folder = Path(str(url.query["host"]))
-    _run(binaries / "pg_ctl", server_account(), "-D", folder / "data", "-w", "-m", "immediate", "restart")
 
 
 def main() -> None:

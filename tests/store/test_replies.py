@@ -25,6 +25,7 @@ from palaver.store import (
     ReplySettings,
     ReplyStatus,
     Store,
+    TokenCountMismatch,
     TokenFrame,
 )
 from tests.store.conftest import StoreLocation
@@ -76,7 +77,7 @@ def test_a_reply_keeps_its_text_tokens_and_settings(store: Store, lease: Lease, 
 def test_tokens_of_many_replies_are_one_transaction(store: Store, lease: Lease) -> None:
     id = new_conversation(store).id
     first, second = (store.replies.start(lease, id, None, SETTINGS) for _ in range(2))
-    with pytest.raises(Conflict, match="has 0 tokens, not 5"):
+    with pytest.raises(TokenCountMismatch, match=second.id):
         store.replies.append(lease, [TokenFrame(first.id, 0, steps(1)), TokenFrame(second.id, 5, steps(1))])
     assert store.replies.token_ids(first.id) == ()
     store.replies.append(lease, [TokenFrame(first.id, 0, steps(1)), TokenFrame(second.id, 0, steps(2))])

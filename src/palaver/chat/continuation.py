@@ -8,11 +8,13 @@ import time
 from asyncio import to_thread
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from palaver.chat.model import Model, draw_seed, extend_limit
 from palaver.chat.model_pool import ModelPool
 from palaver.chat.reply_request import RequestBuilder
 from palaver.chat.reply_stream import ReplyRequest, first_generated
+from palaver.chat.turn_log import outlast_all
 from palaver.chat.turns import NewTurn, Turns
 from palaver.errors import BadParameter, PalaverError
 from palaver.events import fold
@@ -174,7 +176,7 @@ class Recovery:
             for id in await self._turns.claim_orphans(ids) if model is not None and not self._turns.closing else ():
                 assert model is not None
                 try:
-                    await self._take_over(model, await to_thread(self._store.messages.get, id))
+                    await outlast_all(partial(self._take_over, model, id))
                 except Exception as error:
                     _log.warning("a reply that another process left was not recovered: %s", error)
                     await self._turns.end_recovering(id, ReplyEnding(ReplyStatus.INTERRUPTED, None))
@@ -206,7 +208,8 @@ class Recovery:
             parts = await to_thread(self._fold_tokens, model, reply)
             await to_thread(self._store.replies.rewrite, reply.id, parts)
 
-    async def _take_over(self, model: Model, reply: StoredMessage) -> None:
+    async def _take_over(self, model: Model, id: str) -> None:
+        reply = await to_thread(self._store.messages.get, id)
         assert reply.reply is not None
         if not is_same_tokenizer(model, reply):
             await self._turns.end_recovering(reply.id, ReplyEnding(ReplyStatus.INTERRUPTED, None))

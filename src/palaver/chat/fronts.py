@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any, assert_never
 
 from palaver.chat.interface import ConversationChange
+from palaver.chat.turn_log import outlast
 from palaver.chat.turns import ChangeFeed, Turns
 from palaver.errors import PalaverError
 from palaver.store import NotFound, Store
@@ -115,7 +116,7 @@ class Fronts:
             for reply_id, after, _ in reads:
                 first[reply_id] = min(after, first.get(reply_id, after))
             try:
-                new = await asyncio.to_thread(self._store.replies.read_new, first)
+                new = await outlast(self._store.replies.read_new, first)
             except BaseException as error:
                 for _, _, found in reads:
                     if not found.done():

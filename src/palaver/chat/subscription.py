@@ -16,8 +16,8 @@ from palaver.chat.fronts import Fronts
 from palaver.chat.model import Model
 from palaver.chat.reply_request import RequestBuilder
 from palaver.chat.reply_stream import BatchReader, ReplyOpening, ReplyRequest, ReplyStream, first_generated
-from palaver.chat.turn_log import LogEntry, TurnLog, numbered
-from palaver.chat.turns import Turn, Turns
+from palaver.chat.turn_log import LogEntry, TurnLog, numbered, outlast
+from palaver.chat.turns import LOST, Turn, Turns
 from palaver.errors import EngineError, ModelError, PalaverError, RequestError
 from palaver.events import DraftBlock, Failed, Finished, ReadEvent, ReplyBatch, Snapshot, Started, Usage, Waiting
 from palaver.generation import Finish, Prompt
@@ -138,11 +138,37 @@ class TurnSubscription:
             stream = await asyncio.to_thread(self._load, model, reply)
         else:
             running = turn.reply_stream
-            batches = _with_thinking_seconds(turn)
+            batches = self._follow_turn(turn, model)
             stream = FollowedReply(running.request, running.first_prompt, running.opening, turn.log, turn, batches)
         if raw and model is not None and is_same_tokenizer(model, reply):
             stream.read_raw(model)
         return stream
+
+    async def _follow_turn(self, turn: Turn, model: Model | None) -> AsyncGenerator[ReplyBatch]:
+        """The batches of a turn that runs here, and of the process that takes it over if the lease is lost.
+
+        `Started` says how long the reply has been thinking when it is sent.
+        """
+        sent = 0
+        async with aclosing(turn.log.follow()) as batches:
+            async for batch in batches:
+                first = batch.events[0]
+                if isinstance(first, Failed) and first.error == LOST and model is not None:
+                    break
+                if isinstance(first, Started):
+                    batch = replace(batch, events=(replace(first, thinking_seconds=turn.timer.thinking),))
+                sent += isinstance(first, ReadEvent)
+                yield batch
+            else:
+                return
+        reply = await outlast(self._store.messages.get, turn.id)
+        elsewhere = await outlast(self._load, model, reply)
+        async with aclosing(elsewhere.source) as batches:
+            async for batch in batches:
+                if isinstance(batch.events[0], ReadEvent) and sent:
+                    sent -= 1  # the same tokens make the same batches
+                    continue
+                yield batch
 
     def _load(self, model: Model | None, reply: StoredMessage) -> FollowedReply:
         """The stream of a turn from its stored tokens."""
@@ -168,8 +194,8 @@ class TurnSubscription:
         self, reply: StoredMessage, reader: BatchReader, log: TurnLog, read: int
     ) -> AsyncGenerator[ReplyBatch]:
         """Follows the tokens that another process stores. The first `read` tokens are in the log already."""
-        await asyncio.to_thread(self._store.replies.watch, reply.id)
-        timings = await asyncio.to_thread(self._store.replies.timings, reply.id)
+        await outlast(self._store.replies.watch, reply.id)
+        timings = await outlast(self._store.replies.timings, reply.id)
         thinking = timings.get("thinking") if read else 0.0
         yield ReplyBatch((Started(len(reader.prompt), 0, thinking_seconds=thinking),))
         for batch in log.so_far():
@@ -187,22 +213,13 @@ class TurnSubscription:
                     last_token_at = time.monotonic()
                 elif time.monotonic() - last_token_at >= PATIENCE_S:
                     last_token_at = time.monotonic()
-                    if await asyncio.to_thread(self._store.replies.is_abandoned, reply.id):
+                    if await outlast(self._store.replies.is_abandoned, reply.id):
                         tail = reader.close()
                         yield replace(tail, events=(Failed(INTERRUPTED, cast("tuple[ReadEvent, ...]", tail.events)),))
                         return
                 new = await tokens.read(read)
-        reply = await asyncio.to_thread(self._store.messages.get, reply.id)
+        reply = await outlast(self._store.messages.get, reply.id)
         yield _ending(reply, reader)
-
-
-async def _with_thinking_seconds(turn: Turn) -> AsyncGenerator[ReplyBatch]:
-    """The batches of the turn's log. `Started` says how long the reply has been thinking when it is sent."""
-    async with aclosing(turn.log.follow()) as batches:
-        async for batch in batches:
-            if isinstance(first := batch.events[0], Started):
-                batch = replace(batch, events=(replace(first, thinking_seconds=turn.timer.thinking),))
-            yield batch
 
 
 def _ending(reply: StoredMessage, reader: BatchReader) -> ReplyBatch:

@@ -7,19 +7,28 @@ and gets it again after reconnecting."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+import logging
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Annotated, Generic, TypeVar
+from functools import partial
+from typing import Annotated, Generic, ParamSpec, TypeVar
 
 from palaver.encoding import Tagged
 from palaver.errors import BadParameter
 from palaver.events import DraftBlock, Event, Failed, Finished, ReadEvent, ReplyBatch, Snapshot, Started, Waiting
 from palaver.generation import Step
-from palaver.store import Lease, LeaseLost, Store, StoreError, TokenFrame
+from palaver.store import Disconnected, Lease, LeaseLost, Store, StoreError, TokenCountMismatch, TokenFrame
 
+OUTAGE_SECONDS = 600.0
+"""How long turns and their readers wait for a database that does not answer."""
+RETRY_SECONDS = (0.05, 1.0)
+"""The first and the longest pause between attempts to reach it."""
 T = TypeVar("T")
+P = ParamSpec("P")
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,16 +160,52 @@ async def numbered(batches: AsyncGenerator[ReplyBatch], after: int) -> AsyncGene
                     yield LogEntry(number, event)
 
 
+async def outlast(call: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
+    """Calls the store in a thread, again and again while the database does not answer."""
+    return await outlast_all(lambda: asyncio.to_thread(call, *arguments, **named))
+
+
+async def outlast_all(attempt: Callable[[], Awaitable[T]]) -> T:
+    """The same for several calls, which are all repeated."""
+    begun, (pause, longest) = time.monotonic(), RETRY_SECONDS
+    while True:
+        try:
+            return await attempt()
+        except Disconnected:
+            if time.monotonic() - begun > OUTAGE_SECONDS:
+                raise
+        await asyncio.sleep(pause)
+        pause = min(2 * pause, longest)
+
+
 class RecorderClosed(StoreError):
     def __init__(self) -> None:
         super().__init__("The rest of the reply could not be stored. The reply can be continued.")
 
 
-_Frame = tuple[TokenFrame, asyncio.Future[None]]
+@dataclass(frozen=True, slots=True)
+class _Frame:
+    tokens: TokenFrame
+    earlier: Sequence[Step]
+    """The tokens before them that this process recorded."""
+    recorded: asyncio.Future[None]
+
+    def after(self, count: int) -> TokenFrame:
+        """The tokens that are missing in a store that has so many. Raises TokenCountMismatch if not all are known."""
+        tokens = self.tokens
+        known = (*self.earlier, *tokens.steps)
+        first = tokens.start - len(self.earlier)
+        if not first <= count <= tokens.end:
+            raise TokenCountMismatch({tokens.reply_id: count})
+        return TokenFrame(tokens.reply_id, count, known[count - first :], tokens.timings)
 
 
 class TokenRecorder:
-    """Stores the tokens of all turns: all that arrive during one transaction go into the next."""
+    """Stores the tokens of all turns: all that arrive during one transaction go into the next.
+
+    While the database does not answer, they wait. When it is back it may have lost the last commits, and may have one
+    that was not confirmed: what is missing is stored, unless another process has taken the reply over.
+    """
 
     def __init__(self, store: Store, lease: Lease) -> None:
         self._store = store
@@ -168,16 +213,28 @@ class TokenRecorder:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="recorder")
         self._waiting: list[_Frame] = []
         self._writing: asyncio.Task[None] | None = None
+        self._closed = False
 
-    async def record(self, reply_id: str, position: int, steps: Sequence[Step], timings: Mapping[str, float]) -> None:
-        """Returns once the tokens are committed. Raises the error of the write, such as LeaseLost."""
+    async def record(
+        self,
+        reply_id: str,
+        position: int,
+        steps: Sequence[Step],
+        timings: Mapping[str, float],
+        earlier: Sequence[Step] = (),
+    ) -> None:
+        """Returns once the tokens are committed. Raises the error of the write, such as LeaseLost.
+
+        `earlier`: the tokens before them that were recorded in this run.
+        """
         recorded: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append((TokenFrame(reply_id, position, tuple(steps), timings), recorded))
+        self._waiting.append(_Frame(TokenFrame(reply_id, position, tuple(steps), timings), earlier, recorded))
         if self._writing is None or self._writing.done():
             self._writing = asyncio.create_task(self._write())
         await recorded
 
     def close(self) -> None:
+        self._closed = True
         self._thread.shutdown()
 
     async def _write(self) -> None:
@@ -187,8 +244,12 @@ class TokenRecorder:
             try:
                 await asyncio.sleep(0)  # lets the other turns of the same engine step add their tokens
                 batch, self._waiting = self._waiting, []
-                frames = [frame for frame, _ in batch]
-                _resolve(batch, await loop.run_in_executor(self._thread, self._commit, frames))
+                commit = partial(self._commit, batch)
+                try:
+                    results = await loop.run_in_executor(self._thread, commit)
+                except Disconnected:
+                    results = await outlast_all(lambda: self._commit_later(commit))  # noqa: B023
+                _resolve(batch, results)
             except Exception as error:
                 _resolve(batch, [error] * len(batch))
             except BaseException:  # this task was cancelled: nothing more is written
@@ -197,23 +258,46 @@ class TokenRecorder:
                 _resolve(batch, [RecorderClosed()] * len(batch))
                 raise
 
-    def _commit(self, frames: list[TokenFrame]) -> list[Exception | None]:
+    async def _commit_later(self, commit: Callable[[], list[Exception | None]]) -> list[Exception | None]:
+        """The next attempt after one that did not reach the database."""
+        if self._closed:
+            raise RecorderClosed
+        _log.warning("the database does not answer: tokens wait")
+
+        def renew_and_commit() -> list[Exception | None]:
+            self.lease.renew()  # before others take the replies over, since it may have expired meanwhile
+            return commit()
+
+        return await asyncio.get_running_loop().run_in_executor(self._thread, renew_and_commit)
+
+    def _commit(self, batch: list[_Frame]) -> list[Exception | None]:
         try:
-            lost = self._store.replies.append(self.lease, frames)
+            lost = self._append(batch)
         except StoreError:
             raise
         except Exception as error:  # not the database: one reply must not fail the others
-            if len(frames) == 1:
+            if len(batch) == 1:
                 return [error]
-            return [result for frame in frames for result in self._commit([frame])]
-        return [LeaseLost(frame.reply_id) if frame.reply_id in lost else None for frame in frames]
+            return [result for frame in batch for result in self._commit([frame])]
+        return [LeaseLost(one.tokens.reply_id) if one.tokens.reply_id in lost else None for one in batch]
+
+    def _append(self, batch: list[_Frame]) -> frozenset[str]:
+        try:
+            return self._store.replies.append(self.lease, [frame.tokens for frame in batch])
+        except TokenCountMismatch as mismatch:
+            _log.warning("the database has other tokens than were stored: %d replies are mended", len(mismatch.counts))
+            counts = mismatch.counts
+        frames = [
+            frame.after(counts[id]) if (id := frame.tokens.reply_id) in counts else frame.tokens for frame in batch
+        ]
+        return self._store.replies.append(self.lease, frames)
 
 
 def _resolve(batch: Sequence[_Frame], results: Sequence[Exception | None]) -> None:
-    for (_, future), error in zip(batch, results, strict=True):
-        if future.done():  # its turn was cancelled
+    for frame, error in zip(batch, results, strict=True):
+        if frame.recorded.done():  # its turn was cancelled
             continue
         if error is None:
-            future.set_result(None)
+            frame.recorded.set_result(None)
         else:
-            future.set_exception(error)
+            frame.recorded.set_exception(error)

@@ -17,19 +17,31 @@ from typing import TypeVar, cast
 from palaver.chat.interface import ConversationChange
 from palaver.chat.model import Model
 from palaver.chat.reply_stream import GeneratedReply, ReplyRequest, TurnTimer, first_generated
-from palaver.chat.turn_log import TokenRecorder, TurnLog
+from palaver.chat.turn_log import TokenRecorder, TurnLog, outlast
 from palaver.errors import EngineError, PalaverError, ShuttingDown
 from palaver.events import Event, Failed, Finished, ReadEvent, ReplyBatch, Started, fold
 from palaver.generation import Finish, Prompt, Step, prefill_steps
 from palaver.messages import Part, ToolCall
 from palaver.phases import Phase
-from palaver.store import Lease, LeaseLost, ReplyEnding, ReplySettings, ReplyStatus, Store, StoredMessage
+from palaver.store import (
+    Disconnected,
+    Lease,
+    LeaseLost,
+    ReplyEnding,
+    ReplySettings,
+    ReplyStatus,
+    Store,
+    StoredMessage,
+    TokenCountMismatch,
+)
 from palaver.store.leases import LEASE_SECONDS
 
 MAX_ENDED_TURNS = 64
 """Ended turns whose events stay in memory, for subscribers that reconnect soon."""
 PARK_SECONDS = 10.0
 """The time that a parked turn has to stop before it is cancelled."""
+MAX_ENDING_WRITES = 8
+"""How often the ending of a reply is written while the database restarts, before it is left for later."""
 PARKED = "The model was unloaded. The reply can be continued."
 LEFT = "The server is shutting down. The reply continues when it is back."
 LOST = "Another process has taken over this reply."
@@ -237,7 +249,8 @@ class Turns:
         reply = await asyncio.to_thread(self._store.replies.record_engine, self._lease, reply.id, fingerprint)
         self._launch(reply, request.owner, stream, _timer(reply, stream))
         self._recovering.discard(reply.id)
-        await self.run_commands()
+        with suppress(Disconnected):  # commands are looked for again
+            await self.run_commands()
 
     async def run_commands(self) -> None:
         """Runs the commands that other processes stored for turns of this one."""
@@ -262,8 +275,15 @@ class Turns:
     async def claim_orphans(self, ids: Collection[str]) -> tuple[str, ...]:
         """Those of the replies that are still of dead processes, which are now claimed by this one."""
         async with self._start_lock:
-            claimed = await self._under_lease(lambda lease: self._store.replies.claim_orphans(lease, ids))
-            self._recovering.update(claimed)
+            self._recovering.update(ids)
+            claimed: tuple[str, ...] = ()
+            try:
+                claimed = await self._under_lease(lambda lease: self._store.replies.claim_orphans(lease, ids))
+            except Disconnected:  # the commit may not have been confirmed
+                held = await outlast(self._store.replies.running_ids, self._lease)
+                claimed = tuple(id for id in ids if id in held and id not in self._turns)
+            finally:
+                self._recovering.difference_update(set(ids) - set(claimed))
             return claimed
 
     async def interrupt_abandoned(self, reply_id: str) -> bool:
@@ -334,8 +354,12 @@ class Turns:
         ending = self._pending_endings.get(id)
         if ending is None:
             return
+        finish = self._store.replies.finish
         with suppress(LeaseLost):  # the process that has taken the reply over writes its ending
-            await asyncio.to_thread(self._store.replies.finish, self._lease, id, ending)
+            try:
+                await asyncio.to_thread(finish, self._lease, id, ending)
+            except TokenCountMismatch:  # the database has lost its last tokens: they are generated again
+                await asyncio.to_thread(finish, self._lease, id, ReplyEnding(ReplyStatus.INTERRUPTED, None))
         if self._pending_endings.get(id) is ending:
             del self._pending_endings[id]
         if (turn := self._turns.get(id)) is not None and turn.log.ended:
@@ -382,10 +406,10 @@ class Turns:
             timer = self._turns[reply_id[0]].timer
             for phase in phases:
                 timer.token(phase is Phase.THINKING)
-            await self._recorder.record(reply_id[0], stream.token_count, steps, timer.timings())
+            await self._recorder.record(reply_id[0], stream.token_count, steps, timer.timings(), stream.steps)
 
         async def record_answer_at(position: int) -> None:
-            await asyncio.to_thread(self._store.replies.record_answer_at, self._lease, reply_id[0], position)
+            await outlast(self._store.replies.record_answer_at, self._lease, reply_id[0], position)
 
         ids = tuple(step.token_id for step in initial_steps)
         earlier = initial_steps[first_generated(initial_steps) :]
@@ -488,7 +512,7 @@ class Turns:
             ending = Failed(_internal(error))
             stored = ReplyEnding(ReplyStatus.FAILED, None, error=ending.error)
         try:
-            ended = await asyncio.to_thread(self._store.replies.finish, self._lease, turn.id, stored)
+            ended = await self._store_ending(turn, stored)
         except LeaseLost:
             return Failed(LOST)
         except Exception as error:
@@ -496,6 +520,20 @@ class Turns:
             return Failed(str(error) if isinstance(error, PalaverError) else _internal(error), ending.tail)
         turn.has_calls, turn.ended_at = bool(stored.tool_calls), _ended_at(ended)
         return ending
+
+    async def _store_ending(self, turn: Turn, ending: ReplyEnding) -> StoredMessage:
+        """Writes the ending once the database answers. If it has lost tokens of the reply, they are stored first."""
+        stream = turn.reply_stream
+        for _ in range(MAX_ENDING_WRITES):
+            try:
+                return await asyncio.to_thread(self._store.replies.finish, self._lease, turn.id, ending)
+            except TokenCountMismatch:
+                await self._recorder.record(turn.id, stream.token_count, (), turn.timer.timings(), stream.steps)
+            except Disconnected:
+                reply = await outlast(self._store.messages.get, turn.id)
+                if reply.reply is not None and reply.reply.status is ending.status:  # the commit was not confirmed
+                    return reply
+        return await asyncio.to_thread(self._store.replies.finish, self._lease, turn.id, ending)
 
     def _with_calls(self, turn: Turn, ending: ReplyEnding) -> ReplyEnding:
         if self.calls_of is None or ending.status is not ReplyStatus.DONE or turn.reply.reply is None:
@@ -596,6 +634,7 @@ def _reply_ending(turn: Turn, ending: Finished | Failed) -> ReplyEnding:
         turn.reply_stream.usage,
         turn.timer.timings(),
         ending.error if isinstance(ending, Failed) else None,
+        turn.reply_stream.token_count,
     )
 
 

@@ -3,7 +3,16 @@
 from palaver.store.blobs import Blob
 from palaver.store.conversations import Cursor
 from palaver.store.encoding import ReplySettings
-from palaver.store.errors import Conflict, DiskFull, LeaseLost, Locked, NotFound, StoreError
+from palaver.store.errors import (
+    Conflict,
+    Disconnected,
+    DiskFull,
+    LeaseLost,
+    Locked,
+    NotFound,
+    StoreError,
+    TokenCountMismatch,
+)
 from palaver.store.leases import Lease
 from palaver.store.messages import merge_user_messages, prompt_messages
 from palaver.store.records import Conversation, Preset, ReplyStatus, StoredMessage, StoredReply, TreeNode, User
@@ -16,6 +25,7 @@ __all__ = [
     "Conflict",
     "Conversation",
     "Cursor",
+    "Disconnected",
     "DiskFull",
     "Lease",
     "LeaseLost",
@@ -30,6 +40,7 @@ __all__ = [
     "StoreError",
     "StoredMessage",
     "StoredReply",
+    "TokenCountMismatch",
     "TokenFrame",
     "TreeNode",
     "User",

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import errno
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from sqlalchemy.exc import DataError, DBAPIError, IntegrityError, SQLAlchemyError
+from sqlalchemy.exc import (
+    DataError,
+    DBAPIError,
+    IntegrityError,
+    InterfaceError,
+    OperationalError,
+    SQLAlchemyError,
+)
 
 from palaver.errors import PalaverError, RequestError
 
@@ -34,6 +41,14 @@ class Ambiguous(RequestError):
 
 class Conflict(RequestError):
     """Another client changed the object first, or the idempotency key was used for something else."""
+
+
+class TokenCountMismatch(Conflict):
+    """Running replies have other token counts than their writer expects. `counts` are the stored ones, by reply."""
+
+    def __init__(self, counts: Mapping[str, int]) -> None:
+        super().__init__(f"Replies have other numbers of tokens than expected: {dict(counts)}.")
+        self.counts = counts
 
 
 class NotEmpty(RequestError):
@@ -65,6 +80,13 @@ class Unreachable(StoreError):
     """The database cannot be opened or does not answer.
 
     The driver's message is only in `__cause__`: it contains the database's address, and this text is shown to clients.
+    """
+
+
+class Disconnected(Unreachable):
+    """The connection to the database server was lost or refused, as while it restarts: try again.
+
+    A transaction whose commit was sent may be committed.
     """
 
 
@@ -124,7 +146,9 @@ def _translate(error: SQLAlchemyError) -> PalaverError:
         return _POSTGRES_STATES[state]()
     if isinstance(error, IntegrityError):
         return Conflict(f"The database refused the change: {_first_line(origin)}")
-    if state is None or state.startswith(("08", "57P", "28", "3D")):
+    if isinstance(error, InterfaceError | OperationalError) and (state is None or state.startswith(("08", "57P"))):
+        return Disconnected("The database does not answer.")
+    if state is None or state.startswith(("28", "3D")):
         return Unreachable("The database does not answer.")
     return StoreError(f"The database failed: {_first_line(origin)}")
 

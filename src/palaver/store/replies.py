@@ -29,7 +29,7 @@ from palaver.store.encoding import (
     store_media,
     unpack_tokens,
 )
-from palaver.store.errors import Conflict, LeaseLost, NotFound
+from palaver.store.errors import Conflict, LeaseLost, NotFound, TokenCountMismatch
 from palaver.store.leases import Lease, Leases, check_lease, running_reply_ids
 from palaver.store.notifications import CommandStored, notify, tokens_stored
 from palaver.store.records import ReplyStatus, StoredMessage, check_name, current_time
@@ -107,6 +107,8 @@ class ReplyEnding:
     timings: Mapping[str, float] | None = None
     """None: those that were recorded with its last token."""
     error: str | None = None
+    tokens: int | None = None
+    """How many tokens must be stored. None: as many as there are."""
     tool_calls: tuple[ToolCall, ...] = ()
     """The calls that Palaver runs: their round is opened with the end of the reply."""
 
@@ -167,25 +169,30 @@ class Replies:
         """Writes all tokens of one engine step in one transaction, before any is published.
 
         Returns the ids of replies that this lease no longer holds. Nothing of those was written: stop them.
+        Raises TokenCountMismatch if a reply has another number of tokens than its frame says.
         """
         with self._database.write_transaction(Durability.NORMAL) as connection:
             held_replies = _held_replies(connection, lease)
-            held = [frame for frame in frames if frame.reply_id in held_replies and frame.steps]
-            for frame in held:
-                _check_start(frame, held_replies[frame.reply_id].tokens)
-            if held:
+            held = [frame for frame in frames if frame.reply_id in held_replies]
+            counts = {frame.reply_id: held_replies[frame.reply_id].tokens for frame in held}
+            if different := {one.reply_id: counts[one.reply_id] for one in held if one.start != counts[one.reply_id]}:
+                raise TokenCountMismatch(different)
+            if held := [frame for frame in held if frame.steps]:
                 (_insert_frames if self._database.is_sqlite else _insert_frames_postgres)(connection, held)
                 self._notify_readers(connection, [one.reply_id for one in held if held_replies[one.reply_id].watched])
         return frozenset(frame.reply_id for frame in frames) - held_replies.keys()
 
     def finish(self, lease: Lease, reply_id: str, ending: ReplyEnding) -> StoredMessage:
-        """Ends a running reply durably: text, status, tokens in one row. Raises LeaseLost if not held."""
+        """Ends a running reply durably: text, status, tokens in one row. Raises LeaseLost if not held, and
+        TokenCountMismatch if it has fewer tokens than the ending says."""
         assert ending.status is not ReplyStatus.RUNNING
         parts = None if ending.parts is None else store_media(ending.parts, self._blobs)
         with self._database.write_transaction() as connection:
             held = _held_replies(connection, lease).get(reply_id)
             if held is None:
                 raise LeaseLost(reply_id)
+            if held.tokens < (ending.tokens or 0):
+                raise TokenCountMismatch({reply_id: held.tokens})
             _merge_token_rows(connection, reply_id)
             if parts is not None:
                 _set_parts(connection, reply_id, parts)
@@ -493,11 +500,6 @@ def _insert_frames_postgres(connection: Connection, frames: Sequence[TokenFrame]
         "timings": [json_text(dict(one.timings)) for one in frames],
     }
     connection.execute(_INSERT_FRAMES_POSTGRES, values)
-
-
-def _check_start(frame: TokenFrame, count: int) -> None:
-    if count != frame.start:
-        raise Conflict(f"The reply {frame.reply_id!r} has {count} tokens, not {frame.start}.")
 
 
 def _merge_token_rows(connection: Connection, id: str) -> None:
