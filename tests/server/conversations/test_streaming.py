@@ -277,6 +277,26 @@ async def test_streams_end_when_the_server_closes(tmp_path: Path) -> None:
             assert "can be continued" in json.loads((await turn)[-1].data)["event"]["error"]
 
 
+async def test_a_turn_that_is_left_for_another_server_has_not_failed(tmp_path: Path) -> None:
+    async with open_stage(tmp_path, held=True, resume=True) as stage:
+        app = Server(stage.service, ServerSettings())
+        await stage.chat.wait_until_ready()
+        async with listening(app) as url, httpx.AsyncClient(base_url=url, timeout=120, trust_env=False) as http:
+            here = StreamClient(stage, http)
+            id = (await here.send_message()).reply.id
+            alone = asyncio.create_task(here.read(f"/api/turns/{id}/events"))
+            among = asyncio.create_task(here.read("/api/events", params={"turns": id}))
+            async with stage.chat.events(id) as entries:
+                async for entry in entries:
+                    if entry.number:
+                        break
+            await app.close(grace=0)
+            for read in (await alone, await among):
+                assert read[-1].event == "closing"
+                assert not any('"failed"' in one.data for one in read)
+            assert stage.service.store.replies.is_held(stage.service.turns.lease, id), "it still runs"
+
+
 async def test_a_long_reply_is_told_whole_to_a_slow_reader(tmp_path: Path) -> None:
     words = " ".join(["word"] * 150)
     long = reply("so", words)

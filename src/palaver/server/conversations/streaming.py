@@ -12,8 +12,10 @@ from fastapi import APIRouter, Header, Query
 from palaver.chat import interface
 from palaver.chat.interface import Chat
 from palaver.chat.turn_log import LogEntry
+from palaver.chat.turns import LEFT
 from palaver.encoding import adapter
 from palaver.errors import BadParameter, PalaverError
+from palaver.events import Failed
 from palaver.server.errors import error_body, error_value, log_unexpected
 from palaver.server.sse import EventStream, encode_sse
 from palaver.server.state import ChatDep, ClosingDep
@@ -108,8 +110,16 @@ async def _forward(source: Chunks, queue: asyncio.Queue[bytes | None]) -> None:
     await queue.put(None)
 
 
+def _goes_on_elsewhere(entry: LogEntry) -> bool:
+    """Whether the turn was left for another server: it has not ended, and its readers must come back."""
+    return isinstance(entry.event, Failed) and entry.event.error == LEFT
+
+
 async def _turn_events(entering: asyncio.Future[AsyncIterator[LogEntry]]) -> Chunks:
     async for entry in await entering:
+        if _goes_on_elsewhere(entry):
+            yield _encode_item(StreamClosing(), "closing")
+            return
         yield encode_sse(adapter(LogEntry).dump_json(entry), id=entry.number)
 
 
@@ -118,6 +128,9 @@ async def _turn_in_stream(chat: Chat, position: TurnPosition) -> Chunks:
     try:
         async with chat.events(position.turn, position.after) as entries:
             async for entry in entries:
+                if _goes_on_elsewhere(entry):
+                    yield _encode_item(StreamClosing(), "closing")
+                    return
                 yield _encode_item(TurnEvent(position.turn, entry.number, entry.event))
     except PalaverError as error:
         refusal = ErrorSchema.model_validate(error_value(error)["error"])
