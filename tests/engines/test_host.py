@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import socket
@@ -18,7 +19,8 @@ from pathlib import Path
 import pytest
 
 from palaver.engines.base import Engine, EngineState
-from palaver.engines.host.frames import EngineSpec
+from palaver.engines.host.child import LogFrames
+from palaver.engines.host.frames import EngineSpec, Frame, decode_frames, encode_frame
 from palaver.engines.host.process import ChildProcess, environment
 from palaver.engines.host.supervisor import MAX_DEATHS, HostedEngine
 from palaver.errors import (
@@ -167,7 +169,8 @@ PARENT = """
 import asyncio, sys
 from pathlib import Path
 from palaver.engines.base import Engine
-from palaver.engines.host.frames import EngineSpec
+from palaver.engines.host.child import LogFrames
+from palaver.engines.host.frames import EngineSpec, Frame, decode_frames, encode_frame
 from palaver.engines.host.supervisor import HostedEngine
 from tests.engines import tiny
 
@@ -264,3 +267,21 @@ async def test_a_python_that_is_none_is_refused_in_one_sentence(tmp_path: Path) 
     spec = EngineSpec("vllm", resolve_folder("sprout"), (b"a",), python=tmp_path / "python")
     with pytest.raises(EngineError, match=r"couldn't be started \(.*No such file.*\) while it loaded the model"):
         await HostedEngine(spec).start()
+
+
+async def test_the_log_of_the_process_is_in_the_log_of_its_supervisor(caplog: pytest.LogCaptureFixture) -> None:
+    sent: list[Frame] = []
+    handler = LogFrames(sent.append)
+    log = logging.getLogger("palaver.engines.some")
+    log.addHandler(handler)
+    try:
+        await asyncio.to_thread(log.warning, "a replica was lost turn=%s", "abc")
+        await asyncio.sleep(0)
+    finally:
+        log.removeHandler(handler)
+    (frame,) = decode_frames(b"".join(map(encode_frame, sent)))
+    caplog.clear()
+    HostedEngine(EngineSpec("torch", Path(), ()))._handle_frame(frame, None)  # type: ignore[arg-type]
+    assert [(one.name, one.levelname, one.message) for one in caplog.records] == [
+        ("palaver.engines.some", "WARNING", "a replica was lost turn=abc")
+    ]

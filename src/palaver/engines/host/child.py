@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import faulthandler
+import logging
 import os
 import socket
 import sys
@@ -11,6 +12,7 @@ import threading
 import traceback
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -205,6 +207,20 @@ def _as_model_error(error: Exception) -> PalaverError:
     return BrokenModel(f"The model couldn't be loaded ({type(error).__name__}: {error}).")
 
 
+class LogFrames(logging.Handler):
+    """Sends what this package logs in the process to the supervisor, whose log has it."""
+
+    def __init__(self, send: Callable[[Frame], None]) -> None:
+        super().__init__(logging.INFO)
+        self._send = send
+        self._loop = asyncio.get_running_loop()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        frame: Frame = {"log": (record.levelno, record.name, self.format(record))}
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._send, frame)
+
+
 class EngineHost:
     """Serves one connection to the supervisor. Ends all generations and the engine when it is closed."""
 
@@ -233,6 +249,15 @@ class EngineHost:
         }
 
     async def run(self) -> None:
+        log, handler = logging.getLogger("palaver"), LogFrames(self._send)
+        log.addHandler(handler)
+        log.setLevel(logging.INFO)
+        try:
+            await self._serve()
+        finally:
+            log.removeHandler(handler)
+
+    async def _serve(self) -> None:
         while (frame := await read_frame(self._reader)) is not None:
             if frame["do"] == "load":
                 await self._load(frame)

@@ -118,6 +118,8 @@ class Frame(TypedDict, total=False):
     wants: str
     """The key of an item whose content the request or expansion `number` needs."""
     expansion: MediaExpansion
+    log: tuple[int, str, str]
+    """A line of the process's log: level, name of the logger, message."""
     refused: ErrorFrame
     """Why the item of the expansion `number` is not taken."""
 

@@ -487,6 +487,9 @@ class HostedEngine:
                 _log.warning("the engine was started again; %d requests go on", len(self._requests))
             self._send_next()
             self._send_expansions()
+        elif "log" in frame:
+            level, name, message = frame["log"]
+            logging.getLogger(name).log(level, "%s", message)
         elif "wants" in frame:
             load = asyncio.create_task(self._send_content(frame["number"], frame["wants"]))
             self._loads.add(load)
