@@ -72,7 +72,7 @@ def refused(result: Result, *words: str, status: int = 2) -> None:
 
 def test_the_help_names_every_command_and_the_formats_are_the_stores() -> None:
     help = ok(CliRunner().invoke(app, ["--help"]))
-    for name in ("conversations", "delete", "undelete", "export", "import", "backup", "restore"):
+    for name in ("conversations", "delete", "undelete", "purge", "export", "import", "backup", "restore"):
         assert name in help
     assert [one.value for one in ExportFormat] == [one.value for one in TranscriptFormat]
 
@@ -124,6 +124,18 @@ def test_what_was_deleted_comes_back(run: Run, rivers: str, mountains: str) -> N
     refused(run("delete", rivers, "nonesuch"), "nonesuch")
     assert rivers in ok(run("conversations")), "all of them or none"
     refused(run("delete", ""), "conversation")
+
+
+def test_what_was_purged_does_not_come_back(run: Run, rivers: str, mountains: str, tmp_path: Path) -> None:
+    ok(run("delete", rivers))
+    assert ok(run("purge")).startswith("0 deleted")
+    assert rivers in ok(run("conversations", "--deleted"))
+    assert ok(run("purge", "--days", 0)).startswith("1 deleted")
+    refused(run("undelete", rivers), rivers)
+    assert mountains in ok(run("conversations"))
+    refused(run("purge", "--days", -1), "days")
+    ok(run("purge", folder=tmp_path / "new"))
+    assert not (tmp_path / "new").exists()
 
 
 def test_a_beginning_must_be_the_only_one(run: Run, store: Store) -> None:

@@ -18,7 +18,7 @@ from palaver.commands.models import models
 from palaver.commands.prompts import prompts
 from palaver.commands.replay import replay
 from palaver.commands.serve import serve
-from palaver.commands.store import backup, conversations, delete, export, import_, keys, restore, undelete
+from palaver.commands.store import backup, conversations, delete, export, import_, keys, purge, restore, undelete
 from palaver.commands.tools import tools
 
 app = typer.Typer(
@@ -34,6 +34,7 @@ app.command(help=strings.FILL)(fill)
 app.command(help=strings.CONVERSATIONS)(conversations)
 app.command(help=strings.DELETE)(delete)
 app.command(help=strings.UNDELETE)(undelete)
+app.command(help=strings.PURGE)(purge)
 app.command(help=strings.EXPORT)(export)
 app.command("import", help=strings.IMPORT)(import_)
 app.command(help=strings.BACKUP)(backup)

@@ -1,5 +1,5 @@
-"""Commands on the store: `palaver conversations`, `delete`, `undelete`, `export`, `import`, `backup`, `restore` and
-`keys`."""
+"""Commands on the store: `palaver conversations`, `delete`, `undelete`, `purge`, `export`, `import`, `backup`,
+`restore` and `keys`."""
 
 from __future__ import annotations
 
@@ -81,6 +81,22 @@ def undelete(ids: IdsArgument, data: DataOption = None, database: DatabaseOption
         for one in [store.conversations.resolve(id, deleted=True) for id in ids]:
             store.conversations.undelete(one.id)
             print(strings.UNDELETED_ONE.format(id=one.id, title=_printable(one.title) or strings.UNTITLED))
+
+
+def purge(
+    days: Annotated[float, typer.Option("--days", metavar="N", min=0.0, help=strings.PURGE_DAYS)] = 30.0,
+    data: DataOption = None,
+    database: DatabaseOption = None,
+) -> None:
+    """Remove deleted conversations and their media for good."""
+    from palaver.store.records import current_time
+    from palaver.store.store import has_store
+
+    count = 0
+    if has_store(data, database):
+        with store_context(data, database) as store:
+            count = store.conversations.purge(current_time() - int(days * 86_400e6))
+    print(strings.PURGED.format(count=count))
 
 
 def _search(

@@ -184,7 +184,8 @@ class Conversations:
             return get_conversation(connection, id)
 
     def purge(self, deleted_before: int | None = None) -> int:
-        """Removes conversations deleted before that time (microseconds; default: all) and their blobs for good."""
+        """Removes conversations deleted before that time (microseconds; default: all) and their blobs for good. Returns
+        how many."""
         limit = current_time() + 1 if deleted_before is None else deleted_before
         with self._database.write_transaction() as connection:
             removed = connection.execute(delete(conversations).where(conversations.c.deleted_at < limit)).rowcount
