@@ -12,7 +12,11 @@ from pathlib import Path
 import pytest
 
 from palaver.chat.interface import Chat, ConversationChange
+from palaver.chat.model import Model
+from palaver.chat.model_pool import ModelPool
+from palaver.chat.service import Service
 from palaver.chat.turn_log import LogEntry
+from palaver.engines.host.supervisor import ReportProgress
 from palaver.events import Finished, Started
 from palaver.generation import Finish
 from palaver.messages import user
@@ -20,7 +24,7 @@ from palaver.store import ReplyStatus
 from palaver.store.notifications import Gap
 from palaver.store.schema import holders
 from tests.chat.process_kills import run_fronts
-from tests.chat.scripted_service import WAVE, Stage, read_entries, read_until, run_service
+from tests.chat.scripted_service import WAVE, Stage, model, read_entries, read_until, run_service
 from tests.scripted_engine import Script
 from tests.store.conftest import (  # noqa: F401
     StoreLocation,
@@ -203,6 +207,31 @@ async def test_the_time_from_a_command_to_its_effect_does_not_depend_on_polling(
         await fronts.other.chat.stop_reply(reply)
         await reader
         assert time.monotonic() - begun < SECONDS / 2
+
+
+async def test_a_server_that_is_starting_reads_a_turn_of_another_one_once_it_has_the_model(
+    place: StoreLocation,  # noqa: F811
+) -> None:
+    loading, go_on = asyncio.Event(), asyncio.Event()
+
+    async def load(name: str, report: ReportProgress) -> Model:
+        loading.set()
+        await go_on.wait()
+        return model([WAVE], name)
+
+    models = ModelPool(load, ("scripted",))
+    with place.open() as one, place.open() as two:
+        async with asyncio.timeout(SECONDS), run_service(one, [WAVE], held=True) as owner:
+            reply = await start(owner.chat)
+            await read_until(owner.chat, reply, 2)
+            models.load("scripted")
+            async with Service(two, models, resume=True) as starting:
+                await loading.wait()
+                reader = asyncio.create_task(read_entries(starting.chat(two.users.ensure().id), reply))
+                await asyncio.sleep(0.1)
+                go_on.set()
+                owner.hold.set()
+                assert isinstance((await reader)[-1].event, Finished)
 
 
 async def test_the_turns_of_a_killed_server_go_on_at_the_other_one(

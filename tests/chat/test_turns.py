@@ -322,6 +322,19 @@ async def test_parking_leaves_replies_that_can_be_continued(tmp_path: Path) -> N
             assert (await stage.chat.message(sent.reply.id)).text == ANSWER
 
 
+async def test_a_turn_that_started_while_others_were_left_is_left_too(tmp_path: Path) -> None:
+    with open_store(tmp_path) as store:
+        async with run_service(store, held=True) as stage:
+            await stage.service.turns.park(leave=True)
+            sent, reader = await read_underway(stage)
+        last = (await reader)[-1].event
+        assert isinstance(last, Failed)
+        assert last.error == LEFT
+        async with run_service(store, resume=True) as stage:
+            complete = await read_entries(stage.chat, sent.reply.id)
+            assert fold([entry.event for entry in complete]).message == assistant(ANSWER, THOUGHT)
+
+
 @pytest.mark.parametrize("resume", [True, False])
 async def test_turns_left_open_are_as_after_a_crash(tmp_path: Path, resume: bool) -> None:
     with open_store(tmp_path) as store:

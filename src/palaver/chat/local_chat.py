@@ -31,7 +31,7 @@ from palaver.chat.reply_request import PartialReply
 from palaver.chat.subscription import FollowedReply
 from palaver.chat.turn_log import LogEntry
 from palaver.chat.turns import NewTurn, Turn
-from palaver.errors import BadParameter, ContextOverflow, NothingToContinue
+from palaver.errors import BadParameter, ContextOverflow, NothingToContinue, PalaverError
 from palaver.generation import Step
 from palaver.messages import Image, MediaPart, Message, Part, Role
 from palaver.store import (
@@ -662,6 +662,10 @@ class LocalChat:
         if wait and _is_running(reply) and await self._turns.find(reply) is None:
             await self._service.wait_recovered(_model_name(reply))  # of a dead process: resumed once that is loaded
             reply = await self._with_ending(await self.message(reply_id))
+            if self._reader_for(reply) is None and _is_running(reply):  # this server is starting
+                with suppress(PalaverError):
+                    await self._service.models.ready()
+                reply = await self._with_ending(await self.message(reply_id))
         return self._reader_for(reply), reply
 
     def _reader_for(self, reply: StoredMessage) -> Model | None:

@@ -116,6 +116,8 @@ class Turns:
         self._started = asyncio.Event()
         self.closing = False
         """Whether new turns are refused."""
+        self._leave = False
+        """Whether turns are left for the next process."""
         self.on_event: Callable[[Turn, Event], None] | None = None
         """A callback for every event of every turn, for metrics."""
         self.calls_of: Callable[[ReplySettings, Sequence[Part]], tuple[ToolCall, ...]] | None = None
@@ -137,7 +139,7 @@ class Turns:
     async def __aexit__(self, *error: object) -> None:
         self.closing = True
         await asyncio.gather(*self._starts, return_exceptions=True)
-        await self.park()
+        await self.park(self._leave)
         self._renewing.cancel()
         with suppress(asyncio.CancelledError):
             await self._renewing
@@ -313,8 +315,10 @@ class Turns:
     async def park(self, leave: bool = False) -> None:
         """Stops the running turns so that they can be continued: the model is unloaded, or the program ends.
 
-        `leave`: no ending is written, as if this process had died, and the next process resumes them.
+        `leave`: no ending is written, as if this process had died, and the next process resumes them. That also holds
+        for turns that were being started meanwhile, which are parked when this process ends.
         """
+        self._leave = self._leave or leave
         running = self.running
         for turn in running:
             turn.parked, turn.left_open = True, leave
