@@ -3,10 +3,12 @@
     python -m benchmarks.cluster --overhead              one replica of sprout beside the same engine without Ray
     python -m benchmarks.cluster --scaling               two replicas beside one: scripted, 2 ms a token, 8 slots
     python -m benchmarks.cluster --affinity              20 turns over 4 replicas of sprout, one of which is killed
+    python -m benchmarks.cluster --autoscaling           scripted replicas: the load rises, and falls
     python -m benchmarks.cluster --kills 12              two fronts on PostgreSQL, two replicas, 16 streams:
                                                          a replica, a front, Ray's controller, PostgreSQL, in turn
+    python -m benchmarks.cluster --rolling 2             every front and every replica is replaced under load, twice
 
-Needs Ray, `unshare` and `ip`; --kills needs PostgreSQL.
+Needs Ray, `unshare` and `ip`; --kills and --rolling need PostgreSQL.
 """
 
 from __future__ import annotations
@@ -14,52 +16,35 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
-import multiprocessing
 import os
-import random
 import shutil
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
-from multiprocessing.connection import Connection
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
+from typing import Any
 
-import psutil
-
+from benchmarks.cluster_faults import KINDS, kills, processes, rolling
 from palaver.chat.deployment import EngineDeployment, bind_replicas, build
 from palaver.chat.engine_spec import LoadOptions
-from palaver.chat.interface import Chat
-from palaver.chat.model import Model
 from palaver.chat.model_loader import ModelLoader
-from palaver.chat.model_pool import ModelPool
 from palaver.chat.reply_stream import ReplyRequest
-from palaver.chat.service import Service
 from palaver.engines.base import Engine
-from palaver.engines.cluster.engine import NAMESPACE
+from palaver.engines.cluster.engine import NAMESPACE, running_replicas
 from palaver.engines.cluster.replica import LoadEngine
 from palaver.engines.host.frames import EngineSpec
-from palaver.engines.host.supervisor import HostedEngine, ReportProgress
-from palaver.errors import PalaverError
-from palaver.events import Finished
+from palaver.engines.host.supervisor import HostedEngine
 from palaver.generation import Prompt, Step
 from palaver.messages import user
 from palaver.sampling import Sampling
-from palaver.store import ReplyStatus, open_store
 from tests.chat.scripted_service import TOKENIZER
-from tests.chat.scripted_service import model as scripted_model
 from tests.engines.cluster_engines import PACE_S, SCRIPT, SLOTS, converse, load_paced, load_with_slots
 from tests.engines.test_cluster import LOOPBACK_ONLY
-from tests.store.postgres import restart_server, running_server, server_binaries
 
 INSIDE = "PALAVER_BENCHMARK_NAMESPACE"
-STREAMS = 16
-READ_S = 120.0
-KINDS = ("replica", "front", "controller", "database")
-_CONTEXT = multiprocessing.get_context("spawn")
 
 
 @contextmanager
@@ -73,19 +58,16 @@ def ray_cluster() -> Iterator[None]:
         ray.shutdown()
 
 
-def deploy(name: str, replicas: int, load: LoadEngine | None = None) -> None:
-    """`load`: of a scripted engine. Otherwise the name is that of the model."""
+def deploy(name: str, replicas: int, load: LoadEngine | None = None, **more: Any) -> None:
+    """`load`: of a scripted engine. Otherwise the name is that of the model. `more`: other settings."""
     from ray import serve
 
-    settings = EngineDeployment(model=name, min_replicas=replicas, max_replicas=replicas, cpus=0.5, slots=SLOTS)
+    values = {"min_replicas": replicas, "max_replicas": replicas, "cpus": 0.5, "slots": SLOTS, **more}
+    settings = EngineDeployment(model=name, **values)
     serve.run(build(settings) if load is None else bind_replicas(settings, load), name=name, route_prefix=None)
 
 
 def no_report(fraction: float | None, note: str) -> None: ...
-
-
-def processes(title: str) -> list[psutil.Process]:
-    return [one for one in psutil.process_iter(["cmdline"]) if title in " ".join(one.info["cmdline"] or ())]
 
 
 @asynccontextmanager
@@ -128,17 +110,28 @@ async def overhead(rounds: int) -> None:
         for n in range(8)
     ]
     prompts = [here.prompt(request) for request in requests]
-    figures: dict[str, list[tuple[float, float]]] = {"without Ray": [], "by Ray": []}
-    for _ in range(rounds):
-        for name, model in zip(figures, (here, there), strict=True):
-            figures[name].append(await measure(model.engine, prompts, sampling))
-    for name, found in figures.items():
-        pace, first = (statistics.median(column) for column in zip(*found, strict=True))
-        print(f"  {name:12} {pace:7.0f} tokens/s in 8 streams, first token {first:5.1f} ms")
-    one, two = (statistics.median(pace for pace, _ in found) for found in figures.values())
-    print(f"  kept {two / one:.1%}")
+    print("sprout")
+    await compare(here.engine, there.engine, prompts, sampling, rounds)
     await here.engine.close()
     await there.engine.close()
+    print(f"scripted, {PACE_S * 1e3:g} ms a token")
+    prompts = [Prompt((1, 2, 3), conversation=f"{n}") for n in range(8)]
+    paced, _ = await load_paced()
+    async with hosted("paced") as engine:
+        await compare(paced, engine, prompts, Sampling(temperature=0, max_tokens=len(SCRIPT)), rounds)
+
+
+async def compare(here: Engine, there: Engine, prompts: list[Prompt], sampling: Sampling, rounds: int) -> None:
+    figures: dict[str, list[tuple[float, float]]] = {"without Ray": [], "by Ray": []}
+    for _ in range(rounds):
+        for found, engine in zip(figures.values(), (here, there), strict=True):
+            found.append(await measure(engine, prompts, sampling))
+    for name, found in figures.items():
+        pace, first = (statistics.median(column) for column in zip(*found, strict=True))
+        every = " ".join(f"{pace:.0f}" for pace, _ in found)
+        print(f"  {name:12} {pace:7.0f} tokens/s in 8 streams ({every}), first token {first:5.1f} ms")
+    without, by_ray = ([statistics.median(column) for column in zip(*found, strict=True)] for found in figures.values())
+    print(f"  kept {by_ray[0] / without[0]:.1%}, first token {by_ray[1] - without[1]:+.1f} ms")
 
 
 async def scaling(seconds: float) -> None:
@@ -181,125 +174,58 @@ async def affinity() -> None:
     await model.engine.close()
 
 
-# kills
+# autoscaling
 
 
-@asynccontextmanager
-async def front(folder: Path, database: str) -> AsyncIterator[tuple[Service, Chat]]:
-    async def load(name: str, report: ReportProgress) -> Model:
-        built = scripted_model([SCRIPT], name)
-        engine = HostedEngine(EngineSpec("ray", Path(), tuple(TOKENIZER.vocabulary), address="ray://auto/scripted"))
-        await engine.start()
-        return Model(engine, built.format, name, built.tokenizer, built.vocabulary)
+async def autoscaling(seconds: float) -> None:
+    """More conversations than one replica has slots for, then a single one. Prints how many replicas run."""
+    async with hosted("scaled") as engine:
+        begun, tokens, wrong, most = time.monotonic(), 0, 0, 0
+        busy = asyncio.Event()
+        busy.set()
 
-    with open_store(folder, database) as store:
-        models = ModelPool(load, ("scripted",))
-        models.load("scripted")
-        async with Service(store, models, resume=True) as service:
-            await models.ready()
-            yield service, service.chat(store.users.ensure().id)
+        async def work(number: int) -> None:
+            nonlocal tokens, wrong
+            while busy.is_set() or (number == 0 and not idle.is_set()):
+                prompt = Prompt((1, 2, 3), conversation=f"conversation {number} {time.monotonic()}")
+                ids = []
+                async with engine.generate(prompt, Sampling(temperature=0)) as outputs:
+                    async for output in outputs:
+                        if isinstance(output, Step):
+                            ids.append(output.token_id)
+                tokens += len(ids)
+                wrong += ids != SCRIPT
 
-
-async def ask(chat: Chat, count: int) -> list[tuple[str, str]]:
-    """Starts turns. Returns the ids of the messages and of the replies."""
-    sent = []
-    for _ in range(count):
-        talk = await chat.create_conversation()
-        one = await chat.send_message(talk.id, None, user("Hello"))
-        sent.append((one.message.id, one.reply.id))
-    return sent
-
-
-def run_front(folder: Path, database: str, commands: Connection) -> None:
-    async def serve() -> None:
-        async with front(folder, database) as (_, chat):
-            while count := await asyncio.to_thread(commands.recv):
-                commands.send(await ask(chat, count))
-
-    asyncio.run(serve())
-
-
-class OtherFront:
-    """A front in another process, which can be killed."""
-
-    def __init__(self, folder: Path, database: str) -> None:
-        self._pipe, theirs = _CONTEXT.Pipe()
-        self._process = _CONTEXT.Process(target=run_front, args=(folder, database, theirs))
-        self._process.start()
-
-    async def ask(self, count: int) -> list[tuple[str, str]]:
-        self._pipe.send(count)
-        answer: list[tuple[str, str]] = await asyncio.to_thread(self._pipe.recv)
-        return answer
-
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.join()
+        idle = asyncio.Event()
+        working = [asyncio.create_task(work(number)) for number in range(3 * SLOTS)]
+        last = 0
+        while time.monotonic() - begun < seconds:
+            running = await asyncio.to_thread(running_replicas, "scaled")
+            if running != last:
+                load = 3 * SLOTS if busy.is_set() else 1
+                print(f"  {time.monotonic() - begun:5.0f} s: {running} replicas, {load} streams", flush=True)
+            last, most = running, max(most, running)
+            if busy.is_set() and (running == 3 or time.monotonic() - begun > seconds / 2):
+                busy.clear()
+            if not busy.is_set() and running == 1:
+                break
+            await asyncio.sleep(0.5)
+        idle.set()
+        await asyncio.gather(*working)
+    print(f"  from 1 to {most} and back to {last} replicas, {tokens} tokens, {wrong} replies not the uncut ones")
 
 
-async def kills(count: int, seed: int, only: str | None) -> None:
-    binaries = server_binaries()
-    if binaries is None:
-        print("PostgreSQL is not installed: not shown")
-        return
-    chance, done, wrong, continued, begun = random.Random(seed), 0, [], 0, time.monotonic()
-    with running_server(binaries, fsync=True) as url, tempfile.TemporaryDirectory() as name:
-        folder, database = Path(name), url.render_as_string()
-        with open_store(folder, database):
-            pass
-        other = OtherFront(folder, database)
-        async with front(folder, database) as (_, chat):
-            for number in range(count):
-                kind = only or KINDS[number % len(KINDS)]
-                sent = [*await other.ask(STREAMS // 2), *await ask(chat, STREAMS // 2)]
-                await asyncio.sleep(chance.uniform(0.1, 2.5))
-                kill: dict[str, Callable[[], object]] = {
-                    "replica": lambda: chance.choice(processes("ray::ServeReplica:scripted:")).kill(),
-                    "front": other.kill,
-                    "controller": lambda: processes("ray::ServeController")[0].kill(),
-                    "database": lambda: restart_server(url),
-                }
-                await asyncio.to_thread(kill[kind])
-                for message, reply in sent:
-                    found, again = await finish(chat, message, reply)
-                    wrong += found
-                    continued += again
-                done += 1
-                print(f"  {done} ({kind}): {len(wrong)} wrong, {continued} continued by the client", flush=True)
-                if kind == "front":
-                    other = OtherFront(folder, database)
-        other.kill()
-    print(f"{done} kills with {done * STREAMS} replies in {time.monotonic() - begun:.0f} s: {len(wrong)} wrong")
-    for line in wrong[:10]:
-        print(f"  {line}")
-
-
-async def finish(chat: Chat, message: str, reply: str) -> tuple[list[str], int]:
-    """Reads a reply to its end as a client does: by number, again after an error. Returns what is wrong."""
-    last, again, begun, stored, ended = 0, 0, time.monotonic(), None, None
-    while time.monotonic() - begun < READ_S:
-        with suppress(PalaverError):
-            async with chat.events(reply, last) as events:
-                async for entry in events:
-                    last = max(last, entry.number)
-                    ended = entry.event
-            stored = (await chat.message(reply)).reply
-            if isinstance(ended, Finished) and stored is not None and stored.status is ReplyStatus.DONE:
-                ids = [token.token_id for token in await chat.tokens(reply)]
-                lost = [] if (await chat.message(message)).text == "Hello" else [f"message {message} is lost"]
-                return [*lost, *([] if ids == SCRIPT else [f"reply {reply} is not the uncut one"])], again
-            if stored is not None and stored.status is not ReplyStatus.RUNNING:
-                await chat.continue_reply(reply)
-                again += 1
-        await asyncio.sleep(0.2)
-    return [f"reply {reply} did not end: {stored}, {ended}"], again
+async def replace_replicas(number: int) -> None:
+    """Another size of the cache is another version of the engine: Ray starts new replicas, and drains the old ones."""
+    await asyncio.to_thread(deploy, "sprout", 2, options={"cache_bytes": (number + 2) << 28})
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name in ("overhead", "scaling", "affinity"):
+    for name in ("overhead", "scaling", "affinity", "autoscaling"):
         parser.add_argument(f"--{name}", action="store_true")
     parser.add_argument("--kills", type=int, default=0)
+    parser.add_argument("--rolling", type=int, default=0, metavar="ROUNDS")
     parser.add_argument("--only", choices=KINDS, help="with --kills: what is killed each time")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=10.0)
@@ -315,6 +241,7 @@ def main() -> None:
     with ray_cluster():
         if given.overhead:
             deploy("sprout", 1)
+            deploy("paced", 1, load_paced)
             asyncio.run(overhead(given.rounds))
         if given.scaling:
             deploy("one", 1, load_with_slots)
@@ -326,6 +253,12 @@ def main() -> None:
         if given.kills:
             deploy("scripted", 2, load_paced)
             asyncio.run(kills(given.kills, given.seed, given.only))
+        if given.autoscaling:
+            deploy("scaled", 1, load_with_slots, max_replicas=3, upscale_seconds=2.0, downscale_seconds=5.0)
+            asyncio.run(autoscaling(given.seconds))
+        if given.rolling:
+            deploy("sprout", 2)
+            asyncio.run(rolling(given.rolling, replace_replicas))
 
 
 if __name__ == "__main__":
