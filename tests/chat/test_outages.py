@@ -19,7 +19,7 @@ from palaver.events import Finished, ReadEvent
 from palaver.messages import user
 from palaver.store import Disconnected, Lease, ReplyEnding, ReplyStatus, Store, StoredMessage, TokenFrame, open_store
 from palaver.store.schema import reply_tokens, running
-from tests.chat.scripted_service import TOKENIZER, WAVE, model, open_stage, read_entries, read_until, reply
+from tests.chat.scripted_service import TOKENIZER, WAVE, model, open_stage, read_entries, read_until, reply, run_service
 from tests.scripted_engine import PacedEngine
 from tests.store.postgres import restart_server, running_server, server_binaries
 
@@ -95,6 +95,25 @@ async def test_tokens_that_the_database_lost_are_stored_again(tmp_path: Path, ke
         stage.hold.set()
         assert isinstance((await read_entries(stage.chat, id))[-1].event, Finished)
         assert [token.token_id for token in await stage.chat.tokens(id)] == WAVE
+
+
+async def test_a_reader_elsewhere_waits_for_tokens_that_the_database_lost(tmp_path: Path) -> None:
+    async with asyncio.timeout(SECONDS), open_stage(tmp_path, [WAVE], held=True) as stage:
+        with open_store(tmp_path) as store:
+            async with run_service(store, [WAVE]) as other:
+                await other.chat.wait_until_ready()
+                talk = await stage.chat.create_conversation()
+                id = (await stage.chat.send_message(talk.id, None, user("Hello"))).reply.id
+                last = (await read_until(other.chat, id, 2))[-1].number
+                lose_tokens(stage.service.store, id, 0)
+                reader = asyncio.create_task(read_entries(other.chat, id, last))
+                await asyncio.sleep(0.1)
+                assert not reader.done()
+                stage.hold.set()
+                entries = await reader
+                assert isinstance(entries[-1].event, Finished)
+                numbers = [entry.number for entry in entries if isinstance(entry.event, ReadEvent)]
+                assert numbers == list(range(last + 1, last + 1 + len(numbers)))
 
 
 async def test_tokens_lost_before_the_end_of_the_reply_are_stored_again(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from palaver.chat.reply_request import RequestBuilder
 from palaver.chat.reply_stream import BatchReader, ReplyOpening, ReplyRequest, ReplyStream, first_generated
 from palaver.chat.turn_log import LogEntry, TurnLog, numbered, outlast
 from palaver.chat.turns import LOST, Turn, Turns
-from palaver.errors import EngineError, ModelError, PalaverError, RequestError
+from palaver.errors import BadParameter, EngineError, ModelError, PalaverError, RequestError
 from palaver.events import DraftBlock, Failed, Finished, ReadEvent, ReplyBatch, Snapshot, Started, Usage, Waiting
 from palaver.generation import Finish, Prompt
 from palaver.store import NotFound, ReplyStatus, Store, StoredMessage
@@ -26,6 +26,9 @@ from palaver.store.leases import LEASE_SECONDS
 
 PATIENCE_S = LEASE_SECONDS
 """After this time without a token, the subscription checks whether the process that writes the reply is alive."""
+MENDING_S = 5.0
+"""How long a reader with a number beyond the turn's events waits: a database that restarted may have lost the last ones
+until their process stores them again."""
 INTERRUPTED = "The program that was writing this reply ended. It can be continued."
 _FINISH = {ReplyStatus.DONE: Finish.END, ReplyStatus.STOPPED: Finish.STOPPED, ReplyStatus.LENGTH: Finish.LENGTH}
 
@@ -123,13 +126,22 @@ class TurnSubscription:
     async def subscribe(self, model: Model | None, reply: StoredMessage, after: int) -> AsyncGenerator[LogEntry]:
         """The events after that number, to the end of the turn. A snapshot if the reply is of another tokenizer.
 
-        Raises BadParameter at once for a number beyond the turn's events.
+        Raises BadParameter for a number beyond the turn's events: at once, unless it runs in another process.
         """
-        stream = await self.stream(model, reply)
-        if stream.is_here:
-            await stream.log.wait_for(after)
-        stream.log.check_number(after)
-        return numbered(stream.source, after)
+        begun = time.monotonic()
+        while True:
+            stream = await self.stream(model, reply)
+            if stream.is_here:
+                await stream.log.wait_for(after)
+            try:
+                stream.log.check_number(after)
+                return numbered(stream.source, after)
+            except BadParameter:
+                await stream.source.aclose()
+                if stream.is_here or not _is_running(reply) or time.monotonic() - begun > MENDING_S:
+                    raise
+            await asyncio.sleep(MENDING_S / 20)
+            reply = await outlast(self._store.messages.get, reply.id)
 
     async def stream(self, model: Model | None, reply: StoredMessage, raw: bool = False) -> FollowedReply:
         """The turn as a reply stream. `raw`: thinking and its markers are part of the text."""

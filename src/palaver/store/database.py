@@ -58,6 +58,10 @@ _SQLITE_SYNCHRONOUS = {Durability.FULL: "FULL", Durability.NORMAL: "NORMAL"}
 _POSTGRES_SYNCHRONOUS_COMMIT = {Durability.FULL: "on", Durability.NORMAL: "off"}
 
 
+CONNECT_SECONDS = 10
+"""How long PostgreSQL may take to accept a connection."""
+SILENCE_SECONDS = 20
+"""How long the machine of PostgreSQL may leave data unacknowledged before its connections count as lost."""
 CHANNEL = "palaver"
 """PostgreSQL's channel for notifications."""
 _NOTIFY = text("SELECT pg_notify(:channel, :payload)")
@@ -187,9 +191,13 @@ class Database:
 
     def _postgres_engine(self) -> Engine:
         milliseconds = int(self._lock_timeout * 1000)
-        options = f"-c lock_timeout={milliseconds} -c timezone=UTC"
+        options = {
+            "options": f"-c lock_timeout={milliseconds} -c timezone=UTC",
+            "connect_timeout": CONNECT_SECONDS,
+            "tcp_user_timeout": SILENCE_SECONDS * 1000,
+        }
         try:
-            return create_engine(self.url, connect_args={"options": options}, pool_pre_ping=True)
+            return create_engine(self.url, connect_args=options, pool_pre_ping=True)
         except ModuleNotFoundError:
             raise Unreachable("PostgreSQL needs its driver: pip install 'palaver[postgres]'.") from None
 
