@@ -268,7 +268,7 @@ class Balancer(httpx.AsyncBaseTransport):
         await self._inner.aclose()
 
 
-class ServerProcess:
+class FrontProcess:
     """A `palaver serve` on the cluster."""
 
     def __init__(self, folder: Path, database: str, port: int) -> None:
@@ -327,7 +327,7 @@ async def rolling(rounds: int, replace_replicas: Callable[[int], Awaitable[None]
         folder, database = Path(name), url.render_as_string()
         with open_store(folder, database):
             pass
-        servers = [ServerProcess(folder, database, port) for port in ports]
+        servers = [FrontProcess(folder, database, port) for port in ports]
         for server in servers:
             await server.start()
         found, replies, done = Counter[str](), dict[int, list[int]](), asyncio.Event()

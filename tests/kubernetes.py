@@ -174,7 +174,7 @@ class DisruptionBudget(Strict):
     spec: BudgetSpec
 
 
-class Peer(Strict):
+class PolicyPeer(Strict):
     podSelector: Selector
 
 
@@ -183,7 +183,7 @@ class PolicyPort(Strict):
 
 
 class Ingress(Strict):
-    sources: list[Peer] = Field(default=[], alias="from")
+    sources: list[PolicyPeer] = Field(default=[], alias="from")
     ports: list[PolicyPort] = []
 
 
