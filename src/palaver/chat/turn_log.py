@@ -248,7 +248,9 @@ class TokenRecorder:
                 try:
                     results = await loop.run_in_executor(self._thread, commit)
                 except Disconnected:
+                    _log.warning("the database does not answer: the tokens of %d replies wait", len(batch))
                     results = await outlast_all(lambda: self._commit_later(commit))  # noqa: B023
+                    _log.warning("the database answers again: replies go on")
                 _resolve(batch, results)
             except Exception as error:
                 _resolve(batch, [error] * len(batch))
@@ -262,7 +264,6 @@ class TokenRecorder:
         """The next attempt after one that did not reach the database."""
         if self._closed:
             raise RecorderClosed
-        _log.warning("the database does not answer: tokens wait")
 
         def renew_and_commit() -> list[Exception | None]:
             self.lease.renew()  # before others take the replies over, since it may have expired meanwhile
