@@ -289,7 +289,7 @@ class TokenRecorder:
             _log.warning("the database has other tokens than were stored: %d replies are mended", len(mismatch.counts))
             counts = mismatch.counts
         frames = [
-            frame.after(counts[id]) if (id := frame.tokens.reply_id) in counts else frame.tokens for frame in batch
+            one.after(counts[one.tokens.reply_id]) if one.tokens.reply_id in counts else one.tokens for one in batch
         ]
         return self._store.replies.append(self.lease, frames)
 
