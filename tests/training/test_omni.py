@@ -188,10 +188,11 @@ def test_a_finished_model_is_loaded_again(tmp_path: Path) -> None:
     export.save(network, tmp_path / "model")
     model = Qwen2_5OmniThinkerForConditionalGeneration.from_pretrained(tmp_path / "model", dtype=torch.float32)
     assert model.config.vision_start_token_id == tokens.IDS[tokens.VISION_BEGIN]
-    again = OmniNetwork(TINY)
-    export.restore(again, tmp_path / "model")
-    for name, value in network.state_dict().items():
-        assert torch.equal(value.to(torch.bfloat16).float(), again.state_dict()[name]), name
+    for load in (export.restore, lambda again, folder: saved_weights.load_model(folder, again)):
+        again = OmniNetwork(TINY)
+        load(again, tmp_path / "model")
+        for name, value in network.state_dict().items():
+            assert torch.equal(value.to(torch.bfloat16).float(), again.state_dict()[name]), name
 
 
 def test_a_run_is_loaded_again(tmp_path: Path) -> None:

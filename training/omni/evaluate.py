@@ -35,7 +35,7 @@ def drawn(count: int, text_count: int, seed: int, only: str = "") -> list[Case]:
     for bar in bars.BARS:
         if only in bar.name and count:
             found += [(bar.name, bar.wanted, one.sample, one.media) for one in bars.cases(bar, count, seed)]
-    of_sprout = _sprout()
+    of_sprout = sprout_shares()
     for text_bar in text_bars.BARS:
         name = f"text: {text_bar.name}"
         if only in name and text_count:
@@ -44,7 +44,7 @@ def drawn(count: int, text_count: int, seed: int, only: str = "") -> list[Case]:
     return found
 
 
-def _sprout() -> dict[str, float]:
+def sprout_shares() -> dict[str, float]:
     """The share of each bar that Sprout gets right, greedily."""
     figures = json.loads((SPROUT / "evaluation.json").read_text())["figures"]
     return {one["bar"]: one["right"] / one["of"] for one in figures if one["sampling"] == "greedy"}

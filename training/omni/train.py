@@ -45,10 +45,11 @@ def workers(given: argparse.Namespace, folder: Path, seed: int) -> Iterator[list
     """Processes that write shards of both kinds; they end with the run."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    text_count = max(1, given.workers * 3 // 10)
+    text_count = max(1, given.workers * (6 if given.polish else 3) // 10)
     media_count = max(1, given.workers - text_count)
     shared = ["--seed", str(seed), "--length", str(given.length), "--folder", str(folder)]
     text = [sys.executable, "-m", "training.shards", *shared, "--tokenizer", str(SPROUT), "--end", "1000000"]
+    text += ["--polish"] if given.polish else []
     media = [sys.executable, "-m", "training.omni.shards", *shared, "--rows", str(media_rows(given))]
     commands = [[*text, "--step", str(text_count), "--first", str(at)] for at in range(text_count)]
     commands += [[*media, "--step", str(media_count), "--first", str(at)] for at in range(media_count)]
@@ -178,6 +179,9 @@ def restore(found: Trainer, given: argparse.Namespace, clock: Clock) -> str:
         about, source = weights.load_state(given.work / "state.pt", found.network, found.optimizer), "this machine"
     elif given.resume and (given.resume / "run.json").exists():
         about, source = weights.load(given.resume, found.network), str(given.resume)
+    elif given.resume:
+        weights.load_model(given.resume, found.network)
+        return str(given.resume)
     else:
         if not given.tiny:
             weights.start_from_sprout(found.network, sample_rows(8, 1024))
@@ -189,7 +193,7 @@ def restore(found: Trainer, given: argparse.Namespace, clock: Clock) -> str:
 
 def media_rows(given: argparse.Namespace) -> int:
     """The rows with media in a step; a shard of media has as many, so that the first one is soon there."""
-    return max(1, int(given.rows) // 2)
+    return max(1, int(given.rows) // (4 if given.polish else 2))
 
 
 def train(found: Trainer, given: argparse.Namespace, clock: Clock, until: float) -> bool:
@@ -257,7 +261,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--total", type=float, default=15.0, help="minutes of training in all, over all commands")
     parser.add_argument("--last", action="store_true", help="end the run in this command: the time left is its rest")
     parser.add_argument("--steps", type=int, default=0, help="end the run after so many steps of this command")
-    parser.add_argument("--rows", type=int, default=32, help="rows in a step, half of them with media")
+    parser.add_argument("--rows", type=int, default=32, help="rows in a step; half of them, or a quarter, with media")
     parser.add_argument("--length", type=int, default=4096, help="tokens in a row")
     parser.add_argument("--peak", type=float, default=1.2e-3, help="the highest learning rate")
     parser.add_argument("--workers", type=int, default=max(2, (os.cpu_count() or 2) - 1))
@@ -265,7 +269,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--attention", choices=("flex", "dense", "causal"), default=None)
     parser.add_argument("--eager", action="store_true", help="do not compile")
     parser.add_argument("--out", type=Path, required=True, help="weights, log and figures")
-    parser.add_argument("--resume", type=Path, default=None, help="the --out of the command before")
+    parser.add_argument("--resume", type=Path, default=None, help="the --out of the command before, or a whole model")
+    parser.add_argument("--polish", action="store_true", help="more text, and that of Sprout's second stage")
     parser.add_argument("--work", type=Path, default=ROOT / ".cache" / "training" / "omni", help="shards and state")
     parser.add_argument("--cases", type=int, default=200, help="cases of each bar at the end; 0 for none")
     parser.add_argument("--report", type=int, default=100, help="steps between two lines of the log")

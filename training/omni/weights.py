@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,13 @@ def load(folder: Path, network: nn.Module) -> dict[str, Any]:
         found |= load_file(folder / f"weights-{number}.safetensors")
     network.load_state_dict({name: value.float() for name, value in found.items()})
     return about
+
+
+def load_model(folder: Path, network: nn.Module) -> None:
+    """Fills the network with the weights of a finished model."""
+    found = load_file(folder / "model.safetensors")
+    named = {re.sub(r"^model\.", "language_model.", name): value.float() for name, value in found.items()}
+    network.load_state_dict({name: named[name] for name in network.state_dict()})
 
 
 def save_state(path: Path, network: nn.Module, optimizer: torch.optim.Optimizer, about: dict[str, Any]) -> None:
