@@ -32,6 +32,11 @@ def test_what_is_no_markdown_stays_text() -> None:
     )
 
 
+@pytest.mark.parametrize("text", ["42.", "0.", "7)", "-"])
+def test_an_answer_that_looks_like_an_empty_item_is_shown(text: str) -> None:
+    assert shown(text) == text
+
+
 def test_a_newline_is_a_newline() -> None:
     assert shown("roses\nviolets") == "roses\nviolets"
 

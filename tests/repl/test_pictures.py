@@ -13,7 +13,7 @@ from PIL import Image
 
 from palaver.messages import Image as ImagePart
 from palaver.messages import Message, Role, Text
-from palaver.repl.commands.files import parse_files
+from palaver.repl.commands.files import parse_files, split_media
 from palaver.repl.pictures import encode_picture, picture_protocol
 from tests import media_files
 from tests.repl.conftest import Door
@@ -119,6 +119,19 @@ def test_files_that_are_dropped_into_the_line(tmp_path: Path) -> None:
     )
     for line in others:
         assert parse_files(line) == []
+
+
+def test_media_at_the_ends_of_a_line_are_attached_to_it(tmp_path: Path) -> None:
+    plain, spaced, notes = tmp_path / "a.png", tmp_path / "my picture.png", tmp_path / "notes.txt"
+    for path in (plain, spaced):
+        path.write_bytes(media_files.picture())
+    notes.write_text("Hello")
+    escaped = str(spaced).replace(" ", "\\ ")
+    assert split_media(f"'{spaced}' What's this?") == ([spaced], "What's this?")
+    assert split_media(f"What's this? {escaped}") == ([spaced], "What's this?")
+    assert split_media(f"{plain} {spaced.as_uri()} or {escaped} '{plain}'") == ([plain, spaced, spaced, plain], "or")
+    for line in (f"What does {plain} show?", f"{notes} says hello", "it's /missing.png", " a.png ", f"x{plain}", "'"):
+        assert split_media(line) == ([], line)
 
 
 async def test_attached_files_go_with_the_next_message(tmp_path: Path) -> None:

@@ -90,6 +90,8 @@ class _Fence:
         return [MarkdownBlock(BlockKind.CODE, text, self.language, joined=True)] if lines else []
 
 
+_EMPTY_ITEM = re.compile(r"\s*(\d{1,9}[.)]|[-+*])\s*")
+"""An item without text, such as the answer "42.", of which Markdown would show nothing."""
 _CLOSED = MarkdownBlock(BlockKind.CODE_CLOSED, "", joined=True)
 
 
@@ -313,6 +315,8 @@ class MarkdownStream:
                 return ChatMarkdown(block.text, self._widths)
             case BlockKind.ROWS:
                 return ChatMarkdown(block.text, self._widths)
+            case BlockKind.ITEM if _EMPTY_ITEM.fullmatch(block.text):
+                return Text(block.text.strip())
             case _:
                 return ChatMarkdown(block.text)
 

@@ -111,7 +111,7 @@ class Session:
             await self._report_errors(lambda: self._dispatch(typed))
 
     async def _dispatch(self, typed: TypedLine) -> None:
-        from palaver.repl.commands.files import attach_file, parse_files
+        from palaver.repl.commands.files import attach_file, parse_files, split_media
 
         if self.lines.is_interactive and typed.edited_id is None and (files := parse_files(typed.text)):
             for path in files:
@@ -121,6 +121,9 @@ class Session:
             case MessageLine(text) if typed.edited_id is not None:
                 await self.edit_message(typed.edited_id, text)
             case MessageLine(text):
+                files, text = split_media(text) if self.lines.is_interactive else ([], text)
+                for path in files:
+                    await attach_file(self, path)
                 await self.send_text(text)
             case CommandLine(command, arguments):
                 await self._run_command(command.run(self, arguments))

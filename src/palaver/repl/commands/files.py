@@ -39,6 +39,7 @@ EXPORT_FORMATS = {
 }
 _SUFFIXES = {"markdown": ".md", "tree": ".json", "sharegpt": ".jsonl"}
 _MAX_ATTACHMENT_BYTES = 50_000_000
+_SNIFFED_BYTES = 4096
 _MAX_SKIPPED = 10
 """Parts of an imported file that could not be imported and are listed."""
 _CLIPBOARD_COMMANDS = (["wl-copy"], ["xclip", "-selection", "clipboard"], ["pbcopy"], ["clip.exe"])
@@ -155,6 +156,31 @@ def parse_files(text: str) -> list[Path]:
         return paths if all(path.is_absolute() and path.is_file() for path in paths) else []
     except (ValueError, OSError):
         return []
+
+
+def split_media(text: str) -> tuple[list[Path], str]:
+    """Pictures, sounds and videos at both ends of a line, as `parse_files` knows paths, and the text between them."""
+    before: list[Path] = []
+    after: list[Path] = []
+    for pattern, found in ((_FIRST_WORD, before), (_LAST_WORD, after)):
+        while (match := pattern.search(text)) and (path := _media_path(match[1])):
+            found.append(path)
+            text = text[: match.start()] + text[match.end() :]
+    return before + after[::-1], text.strip() if before or after else text
+
+
+_WORD = r"""('[^']+'|"[^"]+"|(?:\\.|[^\s\\'"])+)"""
+_FIRST_WORD, _LAST_WORD = re.compile(rf"^\s*{_WORD}(?=\s|$)"), re.compile(rf"(?<!\S){_WORD}\s*$")
+
+
+def _media_path(word: str) -> Path | None:
+    try:
+        (path,) = parse_files(word)
+        with path.open("rb") as file:
+            media_type = sniff(file.read(_SNIFFED_BYTES))
+    except (ValueError, OSError):
+        return None
+    return path if media_type is not None and media_type not in DOCUMENT_TYPES else None
 
 
 def _dropped_path(word: str) -> Path:
