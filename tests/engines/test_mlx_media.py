@@ -1,6 +1,6 @@
-"""MLX models that see through mlx-vlm: they say what its own `generate` says, and compute no picture twice.
+"""MLX models that see and hear through mlx-vlm: they say what its own `generate` says, and compute nothing twice.
 
-The models are tiny and random. Pictures go the whole way: as files through the decoder, the chat template and the
+The models are tiny and random. Media go the whole way: as files through the decoder, the chat template and the
 engine."""
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from palaver.generation import Prompt
 from palaver.media import MediaDecoder
 from palaver.sampling import Sampling
 from tests.engines.generate import Run, continued, run
+from tests.engines.media_models import FAMILIES as MEDIA
 from tests.engines.media_models import build
 from tests.engines.media_reference import Reply
 from tests.engines.test_media_families import COUNT, Conversation, conversations, media, messages, turn, words
@@ -51,7 +52,7 @@ except ImportError:
     mlx_vlm = None
 needs_vision = pytest.mark.skipif(mlx_vlm is None, reason="NOTHING IS SHOWN HERE: mlx-vlm is not installed")
 
-FAMILIES = ("qwen2_5_vl", "qwen3_vl", "gemma3", "smolvlm", "mistral3", "llava_onevision")
+FAMILIES = ("qwen2_5_vl", "qwen3_vl", "gemma3", "smolvlm", "mistral3", "llava_onevision", "qwen3_omni")
 SAMPLED = Sampling(temperature=1.2, max_tokens=13, min_tokens=13, seed=7)
 
 
@@ -98,14 +99,19 @@ class Library:
         """Greedily, by mlx-vlm's own preparation of prompts and its own loop. Control tokens are never chosen."""
         import mlx.core as mx
         from mlx_vlm.generate import generate_step
-        from mlx_vlm.utils import prepare_inputs
+        from mlx_vlm.utils import prepare_inputs, process_inputs
 
         model, processor = self.parts
         tokenizer = processor.tokenizer
         text = tokenizer.apply_chat_template(conversation, add_generation_prompt=True, tokenize=False)
-        pictures = [part["image"] for said in conversation for part in said["content"] if part["type"] == "image"]
-        inputs = prepare_inputs(processor, images=pictures, prompts=text)
-        ids, pixels, mask = (inputs.pop(name) for name in ("input_ids", "pixel_values", "attention_mask"))
+        parts = [part for said in conversation for part in said["content"]]
+        pictures = [part["image"] for part in parts if part["type"] == "image"]
+        sounds = [part["audio"] for part in parts if part["type"] == "audio"]
+        if sounds:  # mlx-vlm's preparation takes one of several sounds
+            inputs = dict(process_inputs(processor, prompts=[text], images=pictures or None, audio=sounds))
+        else:
+            inputs = prepare_inputs(processor, images=pictures, prompts=text)
+        ids, pixels, mask = (inputs.pop(name, None) for name in ("input_ids", "pixel_values", "attention_mask"))
         banned = mx.array(self.control_ids)
 
         def ban(_: mx.array, logits: mx.array) -> mx.array:
@@ -168,15 +174,16 @@ def cached(out: Run) -> int:
 @needs_vision
 @pytest.mark.parametrize("family", FAMILIES)
 async def test_says_what_mlx_vlm_says(family: str, folder_for: Callable[[str], Path], expander: MediaExpander) -> None:
-    """A picture, another one in its place, several pictures over several turns; all at once, and cut and continued."""
+    """An item, another one in its place, several over several turns; all at once, and cut and continued."""
     library = Library(folder_for(family))
     spoken = list(conversations(family))
     expected = [library.generate(conversation, COUNT) for conversation in spoken]
-    assert expected[0].ids != expected[1].ids, "the model's tokens don't depend on the picture"
+    for place in range(0, 3 * len(MEDIA[family].takes), 3):
+        assert expected[place].ids != expected[place + 1].ids, "the model's tokens don't depend on the item"
     greedy = Sampling(temperature=0, max_tokens=COUNT, banned_ids=library.control_ids)
     async with open_model(library.folder, expander) as model:
         info = model.engine.info
-        assert (info.media, info.steps) == (("image", "video"), f"mlx-vlm {mlx_vlm.__version__}")
+        assert (info.media, info.steps) == ((*MEDIA[family].takes, "video"), f"mlx-vlm {mlx_vlm.__version__}")
         prompts = [await render(model, conversation) for conversation in spoken]
         assert [prompt.context_ids for prompt in prompts] == [reply.prompt_ids for reply in expected]
         together = await asyncio.gather(*(run(model.engine, prompt, greedy) for prompt in prompts))
@@ -193,9 +200,9 @@ async def test_another_turn_encodes_and_computes_nothing_again(
     family: str, folder_for: Callable[[str], Path], expander: MediaExpander, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Positions have three dimensions in one, and states can't be cut in the other."""
-    from palaver.engines.mlx.media import PictureEncoder, VisionDecoder
+    from palaver.engines.mlx.media import MlxMediaEncoder, VisionDecoder
 
-    encoded, processed = spy(monkeypatch, VisionDecoder, "features"), spy(monkeypatch, PictureEncoder, "process")
+    encoded, processed = spy(monkeypatch, VisionDecoder, "features"), spy(monkeypatch, MlxMediaEncoder, "process")
     async with open_model(folder_for(family), expander) as model:
         at_start = len(encoded), len(processed)
         said = [turn("user", words("See "), media(family, "image", 1), media(family, "image", 2), words("?"))]

@@ -17,13 +17,13 @@ from palaver.engines.core.engine import LocalEngine
 from palaver.engines.core.options import EngineOptions, Fit, check_cache_bytes, default_cache_bytes
 from palaver.engines.core.sampler import SAMPLER_VERSION
 from palaver.engines.core.scheduler import SchedulerLimits
-from palaver.engines.mlx.loader import check_dtype, import_mlx, load_module, load_vision, sees_pictures
+from palaver.engines.mlx.loader import check_dtype, import_mlx, load_module, load_vision, sees_pictures, thinker_config
 from palaver.errors import BadParameter, BrokenModel, UnsupportedContent
 from palaver.memory import available_bytes
 from palaver.phases import Vocabulary
 
 if TYPE_CHECKING:
-    from palaver.engines.mlx.media import PictureEncoder
+    from palaver.engines.mlx.media import MlxMediaEncoder
     from palaver.engines.mlx.runner import MlxProbe
 
 CPU, GPU = "cpu", "gpu"
@@ -84,7 +84,7 @@ class _LoadedModel:
     module: Any
     probe: MlxProbe
     library: str = "mlx-lm"
-    encoder: PictureEncoder | None = None
+    encoder: MlxMediaEncoder | None = None
     text_only: str = ""
     """Why a model that sees takes text only."""
 
@@ -117,17 +117,17 @@ def _load_vision(checkpoint: Checkpoint, dtype: str | None, adapter: Path | None
     if adapter is not None:
         raise UnsupportedContent("with an adapter MLX runs only the text model")
     module, processor = load_vision(checkpoint, dtype)
-    from palaver.engines.mlx.media import PictureEncoder, VisionDecoder
+    from palaver.engines.mlx.media import MlxMediaEncoder, VisionDecoder
     from palaver.engines.mlx.runner import MlxProbe
 
     try:
-        encoder = PictureEncoder(VisionDecoder(module), processor)
+        encoder = MlxMediaEncoder(VisionDecoder(module), processor)
         probe = MlxProbe(module, encoder)
         probe.check_media()
     except UnsupportedContent:
         raise
     except Exception as error:
-        raise UnsupportedContent(f"mlx-vlm fails on a picture ({type(error).__name__}: {error})") from error
+        raise UnsupportedContent(f"mlx-vlm fails on its media ({type(error).__name__}: {error})") from error
     return _LoadedModel(module, probe, "mlx-vlm", encoder)
 
 
@@ -212,6 +212,6 @@ def _fingerprint(info: EngineInfo, library: str) -> Fingerprint:
 
 
 def _context_length(config: Mapping[str, Any], options: EngineOptions) -> int:
-    configs = (config, config.get("text_config") or {})
+    configs = (config, thinker_config(config).get("text_config") or {})
     found = [one[name] for one in configs for name in CONTEXT_NAMES if isinstance(one.get(name), int)]
     return min((found or [UNBOUNDED_CONTEXT])[0], options.context or UNBOUNDED_CONTEXT)

@@ -45,7 +45,13 @@ def is_installed() -> bool:
 def sees_pictures(checkpoint: Checkpoint) -> bool:
     """Whether the folder holds a model with an encoder for pictures, and the settings of its processor."""
     has_processor = any((checkpoint.folder / name).is_file() for name in PROCESSOR_FILES)
-    return isinstance(checkpoint.config.get("vision_config"), Mapping) and has_processor
+    return isinstance(thinker_config(checkpoint.config).get("vision_config"), Mapping) and has_processor
+
+
+def thinker_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The configuration of the part that sees, hears and writes: of an omni model its thinker."""
+    found = config.get("thinker_config")
+    return found if isinstance(found, Mapping) else config
 
 
 def _weights_format(path: Path) -> str | None:
@@ -136,7 +142,7 @@ def _check_vision(config: Mapping[str, Any]) -> None:
         raise UnsupportedContent(f"mlx-vlm isn't installed: {INSTALL_VISION}")
     if config.get("model_file"):
         raise UnsupportedContent("the model asks to run its own Python code.")
-    if (config.get("text_config") or {}).get("use_bidirectional_attention"):
+    if (thinker_config(config).get("text_config") or {}).get("use_bidirectional_attention"):
         raise UnsupportedContent("tokens of its pictures see each other, which only --engine torch computes.")
 
 
@@ -155,6 +161,8 @@ def vision_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """A configuration as mlx-vlm reads it: settings of the decoder under the names and in the places that it knows.
 
     It takes defaults of its own for what it doesn't find, and would compute something else."""
+    if isinstance(config.get("thinker_config"), Mapping):
+        return _omni_config(config)
     text = dict(config.get("text_config") or {})
     if not text:  # in the file's outermost level, as mlx-vlm reads it
         return dict(config)
@@ -174,6 +182,14 @@ def vision_config(config: Mapping[str, Any]) -> dict[str, Any]:
     if kind.startswith("qwen"):
         vision["model_type"] = kind.removesuffix("_vision")
     return {**text, **config, "text_config": text, "vision_config": vision}
+
+
+def _omni_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Of an omni model, without its voice: mlx-vlm reads the voice's settings, but makes no talker."""
+    thinker = vision_config(config["thinker_config"])
+    voice = dict(config.get("talker_config") or {})
+    voice["text_config"] = {**thinker["text_config"], **(voice.get("text_config") or {})}
+    return {**config, "thinker_config": thinker, "talker_config": voice, "enable_audio_output": False}
 
 
 def config_changes(config: Mapping[str, Any]) -> dict[str, Any]:

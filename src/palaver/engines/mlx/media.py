@@ -1,8 +1,8 @@
-"""Pictures for MLX models: mlx-vlm's processors, encoders and decoders, under Palaver's own runner.
+"""Pictures and sounds for MLX models: mlx-vlm's processors, encoders and decoders, under Palaver's own runner.
 
-No family is known by name. mlx-vlm computes the inputs of its decoder for one picture alone; what they hold at the
-picture's tokens stands for it in every prompt: embeddings, rotary positions counted from its start, and what is added
-to later layers (Qwen3-VL). A probe (`runner.py`) compares the result with mlx-vlm's own pass over a whole prompt.
+No family is known by name. mlx-vlm computes the inputs of its decoder for one item alone; what they hold at the item's
+tokens stands for it in every prompt: embeddings, rotary positions counted from its start, and what is added to later
+layers (Qwen3-VL). A probe (`runner.py`) compares the result with mlx-vlm's own pass over a whole prompt.
 """
 
 from __future__ import annotations
@@ -34,13 +34,18 @@ _USED = frozenset(
 )
 """What mlx-vlm computes for a prompt and is understood here. It passes on `attention_mask_4d` without using it."""
 
+_PER_TOKEN = ("per_layer_inputs", "deepstack_visual_embeds")
+"""Inputs of layers that have a row for each token, also of text: [rows, tokens, ...]. In some models the second is a
+list instead, with rows for visual tokens only."""
+
 PROBE_SIZE = 56
+PROBE_SECONDS = 0.5
 PROBE_TEXT = (3, 1, 2)
-"""Tokens before and after the picture of the probe."""
+"""Tokens before and after the item of the probe."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PictureLayout:
+class MediaLayout:
     """The rotary positions of an item's tokens."""
 
     positions: Positions | None
@@ -50,33 +55,32 @@ class PictureLayout:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class EncodedPicture:
+class MlxEncodedMedia:
     """What the decoder is called with at the tokens of an item. All arrays are evaluated."""
 
     embeddings: mx.array
     """[tokens, size]."""
-    layout: PictureLayout
+    layout: MediaLayout
     is_visual: NDArray[np.bool_]
     """Which tokens `added` has rows for."""
     added: tuple[mx.array, ...] = ()
     """What is added to the outputs of the first layers: [visual tokens, size] each."""
-    per_layer: mx.array | None = None
-    """More inputs of each layer: [tokens, ...]."""
+    per_token: Mapping[str, mx.array] = field(default_factory=dict)
+    """More inputs of layers, by name: [tokens, ...]."""
 
     @property
     def nbytes(self) -> int:
-        arrays = (self.embeddings, *self.added, *(() if self.per_layer is None else (self.per_layer,)))
-        return sum(array.nbytes for array in arrays)
+        return sum(array.nbytes for array in (self.embeddings, *self.added, *self.per_token.values()))
 
 
 @dataclass(slots=True, eq=False)
-class MlxPicture:
-    """A picture, processed and, once it was needed, encoded."""
+class MlxMedia:
+    """An item, processed and, once it was needed, encoded."""
 
     expansion: MediaExpansion
     inputs: dict[str, Any]
     """Arrays of numpy that the encoder takes; empty once it is encoded."""
-    encoded: EncodedPicture | None = None
+    encoded: MlxEncodedMedia | None = None
 
     @property
     def nbytes(self) -> int:
@@ -85,21 +89,21 @@ class MlxPicture:
 
 
 @dataclass(frozen=True, slots=True)
-class SequencePictures:
+class MlxSequenceMedia:
     """The media of one running sequence."""
 
     spans: tuple[MediaSpan, ...]
-    encoded: Mapping[str, EncodedPicture]
+    encoded: Mapping[str, MlxEncodedMedia]
     """By key. Items that were computed before may be missing."""
-    layouts: Mapping[str, PictureLayout]
+    layouts: Mapping[str, MediaLayout]
 
-    def rows(self, start: int, stop: int) -> Iterator[tuple[int, EncodedPicture, slice]]:
+    def rows(self, start: int, stop: int) -> Iterator[tuple[int, MlxEncodedMedia, slice]]:
         """The items among these tokens: the first of their tokens, counted from `start`, and which they are."""
         for span in self.spans:
             first, last = max(start, span.start), min(stop, span.stop)
             if first < last:
                 if span.item.key not in self.encoded:
-                    raise EngineError("The pictures of this conversation have to be encoded again: send it once more.")
+                    raise EngineError("The media of this conversation have to be encoded again: send it once more.")
                 yield first - start, self.encoded[span.item.key], slice(first - span.start, last - span.start)
 
     def positions(self, start: int, stop: int) -> Positions:
@@ -122,7 +126,7 @@ class SequencePictures:
 
 
 class VisionDecoder:
-    """The decoder of an mlx-vlm model: tokens and pictures in, logits out. For the engine's thread."""
+    """The decoder of an mlx-vlm model: tokens and media in, logits out. For the engine's thread."""
 
     def __init__(self, module: Any) -> None:
         self._module = module
@@ -133,7 +137,7 @@ class VisionDecoder:
         return list(caches.make_prompt_cache(self._decoder))
 
     def __call__(
-        self, ids: mx.array, layers: list[Any], places: Sequence[tuple[int, SequencePictures | None]]
+        self, ids: mx.array, layers: list[Any], places: Sequence[tuple[int, MlxSequenceMedia | None]]
     ) -> mx.array:
         """The logits of each token: [rows, tokens, vocabulary]. `places`: as in `MLXModel`."""
         count = ids.shape[1]
@@ -148,17 +152,17 @@ class VisionDecoder:
             arguments["position_ids"] = mx.array(np.stack([_positions(*place, count) for place in places], axis=1))
         return self._decoder(ids, cache=layers, **arguments).logits
 
-    def _with_media(self, ids: mx.array, media: Sequence[tuple[int, int, EncodedPicture, slice]]) -> dict[str, Any]:
+    def _with_media(self, ids: mx.array, media: Sequence[tuple[int, int, MlxEncodedMedia, slice]]) -> dict[str, Any]:
         """The decoder's arguments with these items: row, first token in the row, and which of the item's tokens."""
         text = self._module.get_input_embeddings(ids).to_dict()
-        arguments = {name: text[name] for name in ("inputs_embeds", "per_layer_inputs") if text[name] is not None}
+        arguments = {name: text[name] for name in ("inputs_embeds", *_PER_TOKEN) if isinstance(text[name], mx.array)}
         visual = np.zeros(ids.shape, bool)
         added: list[list[mx.array]] = []
         for row, first, encoded, part in media:
             last = first + part.stop - part.start
             arguments["inputs_embeds"][row, first:last] = encoded.embeddings[part]
-            if encoded.per_layer is not None:
-                arguments["per_layer_inputs"][row, first:last] = encoded.per_layer[part]
+            for name, values in encoded.per_token.items():
+                arguments[name][row, first:last] = values[part]
             if encoded.added:
                 visual[row, first:last] = encoded.is_visual[part]
                 before = int(encoded.is_visual[: part.start].sum())
@@ -169,7 +173,7 @@ class VisionDecoder:
             arguments["deepstack_visual_embeds"] = [mx.concatenate(list(layer)) for layer in zip(*added, strict=True)]
         return arguments
 
-    def encode(self, media: MlxPicture) -> EncodedPicture:
+    def encode(self, media: MlxMedia) -> MlxEncodedMedia:
         """Computes what stands for the item, unless it is there."""
         if media.encoded is None:
             ids = media.expansion.token_ids
@@ -180,7 +184,7 @@ class VisionDecoder:
         return media.encoded
 
     def features(self, ids: Sequence[int], inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """What mlx-vlm computes from a prompt and the inputs for its pictures, for the decoder."""
+        """What mlx-vlm computes from a prompt and the inputs for its media, for the decoder."""
         tokens = mx.array([list(ids)])
         given = {name: mx.array(value) if isinstance(value, np.ndarray) else value for name, value in inputs.items()}
         pixels = given.pop("pixel_values", None)
@@ -188,34 +192,35 @@ class VisionDecoder:
         features = {name: value for name, value in found.items() if value is not None}
         unknown = sorted(set(features) - _USED)
         if unknown:
-            raise UnsupportedContent(f"This model's pictures need {unknown[0]!r}, which is not supported for MLX.")
+            raise UnsupportedContent(f"This model's media need {unknown[0]!r}, which is not supported for MLX.")
         return features
 
-    def _encoded(self, features: Mapping[str, Any], core: slice) -> EncodedPicture:
+    def _encoded(self, features: Mapping[str, Any], core: slice) -> MlxEncodedMedia:
         embeddings = features["inputs_embeds"][0, core]
-        layout = PictureLayout(None, core.stop - core.start)
+        layout = MediaLayout(None, core.stop - core.start)
         if self._has_positions:
             positions = features.get("position_ids")
-            if positions is None or positions.ndim != DIMENSIONS:
-                raise UnsupportedContent("mlx-vlm doesn't say where the tokens of this model's pictures are.")
-            found = np.array(positions[:, 0, core], dtype=np.int32)
+            if positions is None:
+                raise UnsupportedContent("mlx-vlm doesn't say where the tokens of this model's media are.")
+            rows = positions if positions.ndim == DIMENSIONS else positions[None]  # a sound's are the same in all
+            found = np.tile(np.array(rows[:, 0, core], dtype=np.int32), (DIMENSIONS // rows.shape[0], 1))
             found -= found[0, 0]
-            layout = PictureLayout(found, int(found.max()) + 1)
+            layout = MediaLayout(found, int(found.max()) + 1)
         mask, added = features.get("visual_pos_masks"), features.get("deepstack_visual_embeds")
         visual = np.zeros(core.stop - core.start, bool) if mask is None else np.array(mask[0, core], dtype=bool)
-        per_layer = features.get("per_layer_inputs")
-        encoded = EncodedPicture(
+        per_token = {name: features[name] for name in _PER_TOKEN if isinstance(features.get(name), mx.array)}
+        encoded = MlxEncodedMedia(
             mx.contiguous(embeddings),
             layout,
             visual,
-            () if added is None else tuple(mx.contiguous(layer) for layer in added),
-            None if per_layer is None else mx.contiguous(per_layer[0, core]),
+            tuple(mx.contiguous(layer) for layer in added) if isinstance(added, list | tuple) else (),
+            {name: mx.contiguous(value[0, core]) for name, value in per_token.items()},
         )
-        mx.eval(encoded.embeddings, encoded.added, [] if encoded.per_layer is None else encoded.per_layer)
+        mx.eval(encoded.embeddings, encoded.added, list(encoded.per_token.values()))
         return encoded
 
     def reference_logits(self, ids: Sequence[int], inputs: Mapping[str, Any]) -> NDArray[np.float32]:
-        """The logits after a prompt with a picture, by mlx-vlm's own pass over all of it."""
+        """The logits after a prompt with an item, by mlx-vlm's own pass over all of it."""
         features = self.features(ids, inputs)
         embeddings = features.pop("inputs_embeds")
         logits = self._decoder(
@@ -228,21 +233,19 @@ def _to_host(value: Any) -> Any:
     return np.array(value) if isinstance(value, mx.array) else value
 
 
-def _positions(start: int, media: SequencePictures | None, count: int) -> Positions:
+def _positions(start: int, media: MlxSequenceMedia | None, count: int) -> Positions:
     if media is not None:
         return media.positions(start, start + count)
     return np.tile(np.arange(start, start + count, dtype=np.int32), (DIMENSIONS, 1))
 
 
 @dataclass(eq=False)
-class PictureEncoder:
-    """Processes pictures with mlx-vlm's processor. `process` is thread-safe; `attach` is for the engine's thread."""
+class MlxMediaEncoder:
+    """Processes items with mlx-vlm's processor. `process` is thread-safe; `attach` is for the engine's thread."""
 
     decoder: VisionDecoder
     processor: Any
     numbers: Mapping[str, str] = field(default_factory=dict)
-    max_sound_samples: int = 0
-    sample_rate: int = 0
     options: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -253,17 +256,27 @@ class PictureEncoder:
             raise UnsupportedContent("The model's processor names no token for pictures.")
         template = str(getattr(self.processor, "chat_template", None) or tokenizer.chat_template)
         self.placeholders = {"image": next((token for token in known if token in template), known[0])}
+        sounds, heard = getattr(self.processor, "feature_extractor", None), getattr(self.processor, "audio_token", None)
+        hears = sounds is not None and heard is not None
+        if hears:
+            self.placeholders["audio"] = str(heard)
+        self.sample_rate = int(getattr(sounds, "sampling_rate", 16_000)) if hears else 0
+        self.max_sound_samples = int(getattr(sounds, "n_samples", 0)) if hears else 0
         self._added_ids = frozenset(tokenizer.get_added_vocab().values()) | frozenset(tokenizer.all_special_ids)
         self._lock = threading.Lock()
         self.cache = MediaCache(self)
-        self._layouts: LRUCache[str, PictureLayout] = LRUCache(MAX_EXPANSIONS)
+        self._layouts: LRUCache[str, MediaLayout] = LRUCache(MAX_EXPANSIONS)
         """Kept when the item itself is evicted."""
 
-    def process(self, item: MediaItem, content: MediaContent) -> MlxPicture:
+    def process(self, item: MediaItem, content: MediaContent) -> MlxMedia:
         array = np.frombuffer(content.data, dtype=content.dtype).reshape(content.shape)
+        given = {"images": [Image.fromarray(array)]} if item.kind == "image" else {"audio": [array]}
+        if item.kind == "audio" and 0 < self.max_sound_samples < content.shape[0]:
+            longest = self.max_sound_samples / self.sample_rate
+            raise UnsupportedContent(f"This model hears at most {longest:g} seconds of sound at once.")
         try:
             with self._lock, mx.stream(mx.cpu):
-                found = process_inputs(self.processor, prompts=[item.placeholder], images=[Image.fromarray(array)])
+                found = process_inputs(self.processor, prompts=[item.placeholder], **given)
                 inputs = {
                     name: np.array(value) if isinstance(value, mx.array) else value for name, value in found.items()
                 }
@@ -274,7 +287,7 @@ class PictureEncoder:
             inputs["pixel_values"] = inputs.pop("images")
         inputs.pop("attention_mask", None)
         ids = [int(token_id) for token_id in np.asarray(inputs.pop("input_ids")).reshape(-1)]
-        return MlxPicture(self._expansion(self._without_bos(ids, item.placeholder)), inputs)
+        return MlxMedia(self._expansion(self._without_bos(ids, item.placeholder)), inputs)
 
     def _without_bos(self, ids: list[int], placeholder: str) -> tuple[int, ...]:
         """Some processors begin every text with the token that begins a prompt."""
@@ -290,7 +303,7 @@ class PictureEncoder:
             raise UnsupportedContent("The model's processor writes nothing for it.")
         return MediaExpansion(ids, places[0], len(ids) - 1 - places[-1])
 
-    def attach(self, sequence: SequenceState) -> SequencePictures:
+    def attach(self, sequence: SequenceState) -> MlxSequenceMedia:
         """The media of a sequence, whose computed tokens are known: items that are not computed are encoded. Raises
         MissingMedia."""
         spans = sequence.generation.prompt.media
@@ -301,27 +314,33 @@ class PictureEncoder:
         }
         held = {**sequence.generation.media, **sequence.media}
         sequence.media = find_media(needed, held, self.cache)
-        encoded: dict[str, EncodedPicture] = {}
+        encoded: dict[str, MlxEncodedMedia] = {}
         for span in spans:
             media = sequence.media.get(span.item.key) or self.cache.get(span.item.key)
             if media is None:
                 continue
-            assert isinstance(media, MlxPicture)
+            assert isinstance(media, MlxMedia)
             found = encoded[span.item.key] = self.decoder.encode(media)
             self._layouts[span.item.key] = found.layout
             if span.length != found.embeddings.shape[0]:
                 raise UnsupportedContent("The prompt has another number of tokens for an item than its processor.")
-        return SequencePictures(spans, encoded, {span.item.key: self._layouts[span.item.key] for span in spans})
+        return MlxSequenceMedia(spans, encoded, {span.item.key: self._layouts[span.item.key] for span in spans})
 
-    def probe_prompt(self) -> tuple[tuple[int, ...], dict[str, Any], SequencePictures]:
-        """A prompt with a small picture between texts; the inputs of mlx-vlm's own pass for it, and its media."""
-        pixels = np.random.default_rng(0).integers(0, 256, (PROBE_SIZE, PROBE_SIZE, 3), dtype=np.uint8)
-        content = MediaContent(pixels.tobytes(), pixels.shape, pixels.dtype.name)
-        item = MediaItem("image", "probe", self.placeholders["image"])
+    def probe_prompt(self, kind: str) -> tuple[tuple[int, ...], dict[str, Any], MlxSequenceMedia]:
+        """A prompt with a small item between texts; the inputs of mlx-vlm's own pass for it, and its media."""
+        drawn = np.random.default_rng(0)
+        if kind == "image":
+            pixels = drawn.integers(0, 256, (PROBE_SIZE, PROBE_SIZE, 3), dtype=np.uint8)
+            content = MediaContent(pixels.tobytes(), pixels.shape, pixels.dtype.name)
+            item = MediaItem("image", "probe", self.placeholders[kind])
+        else:
+            samples = drawn.normal(0, 0.1, int(PROBE_SECONDS * self.sample_rate)).astype(np.float32)
+            content = MediaContent(samples.tobytes(), samples.shape, samples.dtype.name, self.sample_rate)
+            item = MediaItem("audio", "probe", self.placeholders[kind])
         media = self.process(item, content)
         inputs, expansion = media.inputs, media.expansion
         length = len(expansion.token_ids) - expansion.lead - expansion.tail
         span = MediaSpan(item, len(PROBE_TEXT) + expansion.lead, length)
         encoded = self.decoder.encode(media)
         ids = (*PROBE_TEXT, *expansion.token_ids, *PROBE_TEXT)
-        return ids, inputs, SequencePictures((span,), {item.key: encoded}, {item.key: encoded.layout})
+        return ids, inputs, MlxSequenceMedia((span,), {item.key: encoded}, {item.key: encoded.layout})

@@ -13,7 +13,7 @@ from mlx_lm.models import cache as caches
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from palaver.engines.mlx.media import SequencePictures, VisionDecoder
+    from palaver.engines.mlx.media import MlxSequenceMedia, VisionDecoder
 
 Floats = NDArray[np.float32]
 ALLOCATION_TOKENS = caches.KVCache.step
@@ -27,7 +27,7 @@ class SequenceStates:
         self.layers = layers
         self.length = length
         """Tokens that were computed."""
-        self.media: SequencePictures | None = None
+        self.media: MlxSequenceMedia | None = None
         """The media of the sequence while it runs. A copy of the state has none."""
 
     @property
@@ -134,7 +134,7 @@ class MLXModel:
         return out
 
     def _forward(
-        self, ids: list[list[int]], layers: list[Any], places: Sequence[tuple[int, SequencePictures | None]]
+        self, ids: list[list[int]], layers: list[Any], places: Sequence[tuple[int, MlxSequenceMedia | None]]
     ) -> mx.array:
         """The logits of each token of each row. `places`: where the tokens of a row begin, and the row's media."""
         if self._decoder is None:

@@ -21,7 +21,7 @@ from palaver.engines.mlx.prefix_cache import CacheEntry, StateCache
 from palaver.errors import CacheFull, UnsupportedContent
 
 if TYPE_CHECKING:
-    from palaver.engines.mlx.media import PictureEncoder, SequencePictures
+    from palaver.engines.mlx.media import MlxMediaEncoder, MlxSequenceMedia
 
 EXACT_CHUNK = 128
 """Prompt tokens of a sequence that a scheduler step computes in the exact mode."""
@@ -105,7 +105,7 @@ class MLXRunner:
         token_bytes: int,
         merges: bool = True,
         exact: MlxExactPasses | None = None,
-        encoder: PictureEncoder | None = None,
+        encoder: MlxMediaEncoder | None = None,
     ) -> None:
         """`token_bytes`: the cache of one token. `merges`: whether states of this model can be merged. `encoder`: None
         if the model takes text only."""
@@ -120,7 +120,7 @@ class MLXRunner:
         self._merges = merges and exact is None
         self._exact = exact
         self._encoder = encoder
-        self._media: dict[SequenceState, SequencePictures] = {}
+        self._media: dict[SequenceState, MlxSequenceMedia] = {}
         """The media of running sequences that have some."""
         self._cache = StateCache()
         self._running: dict[SequenceState, CacheEntry] = {}
@@ -391,7 +391,7 @@ TOLERANCE = 0.02
 class MlxProbe:
     """What a model's caches can do. A trial that raises is a no."""
 
-    def __init__(self, module: Any, encoder: PictureEncoder | None = None) -> None:
+    def __init__(self, module: Any, encoder: MlxMediaEncoder | None = None) -> None:
         """`encoder`: of a model of mlx-vlm."""
         self._encoder = encoder
         self._model = MLXModel(module, None if encoder is None else encoder.decoder)
@@ -411,17 +411,21 @@ class MlxProbe:
         return MLXRunner(self._model, limit_bytes, self._token_bytes, merges, passes, self._encoder), exactness
 
     def check_media(self) -> None:
-        """Raises UnsupportedContent unless a picture in the middle of a prompt, computed in two passes that divide it,
-        gives the logits that mlx-vlm's own pass over the whole prompt gives."""
+        """Raises UnsupportedContent unless an item of each kind in the middle of a prompt, computed in two passes that
+        divide it, gives the logits that mlx-vlm's own pass over the whole prompt gives."""
         assert self._encoder is not None
-        ids, item, media = self._encoder.probe_prompt()
-        expected = self._encoder.decoder.reference_logits(ids, item)
+        for kind in self._encoder.placeholders:
+            self._check_media(self._encoder, kind)
+
+    def _check_media(self, encoder: MlxMediaEncoder, kind: str) -> None:
+        ids, item, media = encoder.probe_prompt(kind)
+        expected = encoder.decoder.reference_logits(ids, item)
         state, middle = self._model.new_state(), len(ids) // 2
         state.media = media
         self._model.feed(state, ids[:middle])
         self._model.feed(state, ids[middle:-1])
         if not _is_close(self._model.logits(state, ids[-1:]), expected):
-            raise UnsupportedContent("mlx-vlm computes the pictures of this model in a way that is not supported here.")
+            raise UnsupportedContent(f"mlx-vlm computes {kind} of this model in a way that is not supported here.")
 
     def _fed(self, tokens: int) -> SequenceStates:
         state = self._model.new_state()
