@@ -110,12 +110,12 @@ NUMBERED = """\
 """
 
 TEXT: dict[str, Any] = {
-    "hidden_size": 48,
+    "hidden_size": 64,
     "intermediate_size": 64,
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 12,
+    "head_dim": 16,
     "max_position_embeddings": CONTEXT,
     "bos_token_id": None,
 }
@@ -126,7 +126,7 @@ QWEN_VISION: dict[str, Any] = {
     "intermediate_size": 48,
     "num_heads": 2,
     "patch_size": 8,
-    "out_hidden_size": 48,
+    "out_hidden_size": 64,
 }
 WHISPER: dict[str, Any] = {
     "num_mel_bins": 16,
@@ -135,7 +135,7 @@ WHISPER: dict[str, Any] = {
     "encoder_ffn_dim": 48,
     "d_model": 32,
 }
-MROPE = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 2, 2]}
+MROPE = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [4, 2, 2]}
 QWEN_IMAGES = {"patch_size": 8, "merge_size": 2, "size": {"shortest_edge": 16 * 16, "longest_edge": 16 * 16 * 24}}
 SOUNDS = {"feature_size": 16, "return_attention_mask": True}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
@@ -170,6 +170,8 @@ class Family:
     """Whether the tokenizer is a `tekken.json`, without names of tokens."""
     whole: str = ""
     """The configuration of the model that contains this one, the thinker of a model that also speaks."""
+    seed: int = 0
+    """Of weights with which what it says depends on what it sees and hears."""
 
     @property
     def control(self) -> tuple[str, ...]:
@@ -221,7 +223,7 @@ def _qwen3_vl(ids: Mapping[str, int]) -> dict[str, Any]:
 def _gemma3(ids: Mapping[str, int]) -> dict[str, Any]:
     layers = {"layer_types": ["sliding_attention", "full_attention", "full_attention"], "sliding_window": 12}
     return {
-        "text_config": TEXT | layers | {"query_pre_attn_scalar": 12},
+        "text_config": TEXT | layers | {"query_pre_attn_scalar": 16},
         "vision_config": VISION | {"image_size": 32, "patch_size": 8},
         "mm_tokens_per_image": 16,
         "boi_token_index": ids["<start_of_image>"],
@@ -319,7 +321,7 @@ def _minicpmv4_6(ids: Mapping[str, int]) -> dict[str, Any]:
         "linear_num_key_heads": 2,
         "linear_num_value_heads": 2,
         "rope_parameters": MROPE
-        | {"mrope_section": [1, 1, 1], "mrope_interleaved": True, "partial_rotary_factor": 0.5},
+        | {"mrope_section": [2, 1, 1], "mrope_interleaved": True, "partial_rotary_factor": 0.5},
     }
     return {
         "text_config": text,
@@ -382,7 +384,7 @@ def _qwen2_5_omni(ids: Mapping[str, int]) -> dict[str, Any]:
     return {
         "text_config": TEXT | {"rope_parameters": MROPE, "tie_word_embeddings": False},
         "vision_config": QWEN_VISION | {"window_size": 32, "fullatt_block_indexes": [1]},
-        "audio_config": WHISPER | {"output_dim": 48, "n_window": 20, "max_source_positions": 200},
+        "audio_config": WHISPER | {"output_dim": 64, "n_window": 20, "max_source_positions": 200},
         "audio_token_index": ids["<|AUDIO|>"],
         "image_token_index": ids["<|IMAGE|>"],
         "video_token_index": ids["<|VIDEO|>"],
@@ -397,7 +399,7 @@ def _qwen3_omni(ids: Mapping[str, int]) -> dict[str, Any]:
     return {
         "text_config": TEXT | EXPERTS | {"rope_parameters": MROPE | {"mrope_interleaved": True}},
         "vision_config": QWEN_VISION | {"deepstack_visual_indexes": [0, 1], "num_position_embeddings": 64},
-        "audio_config": WHISPER | {"output_dim": 48, "downsample_hidden_size": 8, "max_source_positions": 200},
+        "audio_config": WHISPER | {"output_dim": 64, "downsample_hidden_size": 8, "max_source_positions": 200},
         "audio_token_id": ids["<|audio_pad|>"],
         "image_token_id": ids["<|image_pad|>"],
         "video_token_id": ids["<|video_pad|>"],
@@ -638,11 +640,12 @@ FAMILIES: dict[str, Family] = {
         image_processor=QWEN_PICTURES,
         sounds=SOUNDS,
         whole="Qwen3OmniMoeConfig",
+        seed=1,
     ),
 }
 
 
-def build(family: str, folder: Path, seed: int = 0) -> Path:
+def build(family: str, folder: Path) -> Path:
     """Writes a model with random weights into the folder."""
     about = FAMILIES[family]
     folder.mkdir(parents=True, exist_ok=True)
@@ -650,7 +653,7 @@ def build(family: str, folder: Path, seed: int = 0) -> Path:
     settings = about.settings(ids)
     text = settings.get("text_config", settings)
     text |= {"vocab_size": len(ids), "eos_token_id": ids[about.turns.end], "pad_token_id": ids[PAD]}
-    torch.manual_seed(seed)
+    torch.manual_seed(about.seed)
     with quiet():
         config = getattr(transformers, about.config)(**settings)
         if about.whole:

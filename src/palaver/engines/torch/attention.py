@@ -32,8 +32,9 @@ class TokenBlocks:
     numbers: Tensor
     """The block of each token; -1 for tokens that see earlier ones only."""
     in_all_layers: bool
-    """True (Gemma 3): a token sees its whole block in every layer. False (Gemma 4): it sees later tokens of its block,
-    and only in layers with a sliding window."""
+    """True (Gemma 3): in every layer. False (Gemma 4): only in layers with a sliding window."""
+    beyond_window: bool = False
+    """Whether a token sees the earlier tokens of its block that its layer's window leaves out."""
 
     def hold(self, mask: MaskRule) -> bool:
         return self.in_all_layers or not mask.causal
@@ -42,7 +43,7 @@ class TokenBlocks:
         """What a query sees of its block beyond the model's own rule."""
         blocks = self.numbers[queries]
         same = (blocks == self.numbers[keys]) & (blocks >= 0)
-        return same if self.in_all_layers else same & (keys > queries)
+        return same if self.beyond_window else same & (keys > queries)
 
 
 class MaskRule:

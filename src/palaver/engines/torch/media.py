@@ -385,13 +385,16 @@ def _blocks(mask: Any, length: int, core: slice, device: torch.device) -> TokenB
     """The runs of tokens that see the next one, from the masks that the model made: one for each kind of layers."""
     masks = list(mask.values()) if isinstance(mask, dict) else [mask]
     visible = [_visible(one, length, device) for one in masks]
-    ahead = [one.diagonal(1) for one in visible if one is not None and bool(one.diagonal(1).any())]
-    if not ahead:
+    looking = [one for one in visible if one is not None and bool(one.diagonal(1).any())]
+    if not looking:
         return None
-    joins = torch.nn.functional.pad(ahead[0], (1, 0))
-    numbers = (~joins).cumsum(0)
-    in_block = joins | torch.nn.functional.pad(ahead[0], (0, 1))
-    return TokenBlocks(torch.where(in_block, numbers, -1)[core], in_all_layers=len(ahead) == len(masks))
+    ahead = looking[0].diagonal(1)
+    joins = torch.nn.functional.pad(ahead, (1, 0))
+    in_block = joins | torch.nn.functional.pad(ahead, (0, 1))
+    numbers = torch.where(in_block, (~joins).cumsum(0), -1)
+    together = (numbers[:, None] == numbers) & in_block
+    beyond_window = all(bool((one | ~together).all()) for one in looking)
+    return TokenBlocks(numbers[core], len(looking) == len(masks), beyond_window)
 
 
 def _visible(mask: Any, length: int, device: torch.device) -> Tensor | None:
