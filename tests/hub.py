@@ -22,6 +22,8 @@ class Hub:
         self.repositories = repositories
         self.cut_after: int | None = None
         self.damaged = False
+        self.declared: dict[str, int] = {}
+        """Sizes of files that differ from those of their contents."""
         self.ranges: list[str] = []
         """The ranges of the requests for large files; empty for a whole file."""
         self.sent = 0
@@ -58,7 +60,8 @@ class Hub:
             if files is None:
                 self._send(request, 404, b"{}", {"x-error-code": "RepoNotFound"})
                 return
-            value = [_entry(*one) for one in files.items()] if "/tree/" in path else _info(name, files)
+            entries = [_entry(file, content, self.declared.get(file)) for file, content in files.items()]
+            value = entries if "/tree/" in path else _info(name, entries)
             self._send(request, 200, json.dumps(value).encode(), {"content-type": "application/json"})
             return
         name, _, rest = path.removeprefix("/").partition("/resolve/")
@@ -120,14 +123,15 @@ def _digest(file: str, content: bytes) -> str:
     return hashlib.sha256(content).hexdigest() if file.endswith(LARGE) else hashlib.sha1(content).hexdigest()
 
 
-def _entry(file: str, content: bytes) -> dict[str, object]:
-    entry: dict[str, object] = {"type": "file", "path": file, "rfilename": file, "size": len(content)}
+def _entry(file: str, content: bytes, declared: int | None) -> dict[str, object]:
+    size = len(content) if declared is None else declared
+    entry: dict[str, object] = {"type": "file", "path": file, "rfilename": file, "size": size}
     entry |= {"oid": hashlib.sha1(content).hexdigest(), "blobId": hashlib.sha1(content).hexdigest()}
     if file.endswith(LARGE):
-        lfs = {"sha256": _digest(file, content), "oid": _digest(file, content), "size": len(content), "pointerSize": 1}
+        lfs = {"sha256": _digest(file, content), "oid": _digest(file, content), "size": size, "pointerSize": 1}
         entry["lfs"] = lfs
     return entry
 
 
-def _info(name: str, files: Mapping[str, bytes]) -> dict[str, object]:
-    return {"id": name, "modelId": name, "sha": COMMIT, "siblings": [_entry(*one) for one in files.items()]}
+def _info(name: str, entries: list[dict[str, object]]) -> dict[str, object]:
+    return {"id": name, "modelId": name, "sha": COMMIT, "siblings": entries}

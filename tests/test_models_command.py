@@ -100,11 +100,36 @@ def test_one_quantisation_of_several_and_wrong_names(hub: Hub, tmp_path: Path) -
         ("test/missing", "no such model on the hub"),
         ("test/none", "contains no weights"),
         ("x", "names"),
+        ("sprout", "nothing to download"),
     ):
         code, _, err = run(hub, tmp_path, "pull", name)
-        assert code == 1
+        assert code == (2 if name == "sprout" else 1)
         assert why in err
         assert err.count("\n") == 1
+    assert "can't be removed" in run(hub, tmp_path, "remove", "sprout")[2]
+
+
+def test_a_model_that_does_not_fit_is_only_downloaded_by_force(hub: Hub, tmp_path: Path) -> None:
+    hub.cut_after, hub.damaged, hub.sent = None, False, 0
+    hub.declared = {"model.safetensors": 10**15}
+    try:
+        code, out, err = run(hub, tmp_path, "pull", NAME)
+        assert (code, hub.sent) == (2, 0), "nothing is downloaded"
+        assert "1000000.0 GB in 1 files; does not fit: it needs about" in out
+        assert (err.count("\n"), "--force downloads it anyway" in err) == (1, True)
+        code, out, _ = run(hub, tmp_path, "show", NAME)
+        assert (code, "is not on this computer" in out, "does not fit" in out) == (0, True, True)
+    finally:
+        hub.declared = {}
+
+
+def test_an_alias_says_whether_its_model_is_there(hub: Hub, tmp_path: Path) -> None:
+    assert run(hub, tmp_path, "alias", "gpt-4o", "sprout") == (0, "gpt-4o is sprout\n", "")
+    code, out, err = run(hub, tmp_path, "alias", "gpt-5", NAME)
+    assert (code, out) == (0, f"gpt-5 is {NAME}\n")
+    assert err == f"{NAME} is not on this computer yet: `palaver models pull {NAME}` downloads it\n"
+    assert run(hub, tmp_path, "alias", "gpt-5") == (0, "gpt-5 names no model any more\n", "")
+    assert "gpt-5" not in run(hub, tmp_path, "list")[1]
 
 
 def test_aliases_are_written_and_the_rest_of_the_file_stays(tmp_path: Path) -> None:

@@ -110,6 +110,25 @@ def alias(
 
     with report_errors():
         write_alias(_catalog_file(data), name, model)
+        if model is None:
+            print(strings.ALIAS_REMOVED.format(name=name))
+            return
+        print(strings.ALIAS_SET.format(name=name, model=model))
+        if not _is_at_hand(model, data):
+            print(strings.ALIAS_NOT_ON_DISK.format(model=model), file=sys.stderr)
+
+
+def _is_at_hand(model: str, data: Path | None) -> bool:
+    """Whether a model is on disk, or described in the configuration."""
+    from palaver.models.resolver import resolve_model
+
+    catalog = _read_catalog(data)
+    source = next((one.source for one in catalog.entries if one.name == model), model)
+    try:
+        resolve_model(source, download=False)
+    except UnknownModel:
+        return False
+    return True
 
 
 def _catalog_file(data: Path | None) -> Path:

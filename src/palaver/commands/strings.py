@@ -194,6 +194,8 @@ PULL_TOO_LARGE = "it does not fit this machine; --force downloads it anyway"
 PULLED = "{model} is in {folder}"
 NOT_DOWNLOADED = "{model} is not on this computer: {size} in {files} files to download"
 DOWNLOADED = "{share} downloaded ({done})"
+ALIAS_SET, ALIAS_REMOVED = "{name} is {model}", "{name} names no model any more"
+ALIAS_NOT_ON_DISK = "{model} is not on this computer yet: `palaver models pull {model}` downloads it"
 REMOVED_MODEL = "{model} removed: {size}"
 
 BAD_DURATION = "must be a time such as 30s, 10m or 2h"

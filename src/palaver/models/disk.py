@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from palaver.errors import UnknownModel
+from palaver.errors import BadParameter, UnknownModel
 from palaver.gguf import read_gguf
 from palaver.models import gguf
 from palaver.models.resolver import ResolvedModel, embedded_models, is_complete, resolve_folder
@@ -184,9 +184,12 @@ def _memory_bandwidth() -> float:
 def remove_model(name: str, cache: Path | None = None) -> int:
     """Deletes a model from the hub's cache, and what was downloaded of it. Returns the bytes that were freed.
 
-    With a quantisation (owner/name:Q8_0) only the files of that. Raises UnknownModel.
+    With a quantisation (owner/name:Q8_0) only the files of that. Raises UnknownModel, and BadParameter for a
+    shipped one.
     """
     base, _, wanted = name.partition(":")
+    if name in embedded_models():
+        raise BadParameter("MODEL", name, "it is shipped with Palaver, and can't be removed")
     root = hub_cache() if cache is None else cache
     repository = root / f"{_HUB_PREFIX}{base.replace('/', '--')}"
     if "/" not in base or ".." in base or not repository.is_dir():

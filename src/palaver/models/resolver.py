@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from palaver.errors import ModelError, NoWeights, UnknownModel, UnsafeWeights
+from palaver.errors import BadParameter, ModelError, NoWeights, UnknownModel, UnsafeWeights
 from palaver.models import gguf
 from palaver.models.axolotl import is_configuration, read_configuration, split_checkpoint
 from palaver.models.download import Repository, fetch_weights, list_repository
@@ -129,6 +129,8 @@ def _find_hub_gguf(name: str, wanted: str, report: ReportDownload | None, downlo
 def files_to_download(name: str) -> tuple[Repository, tuple[str, ...]]:
     """The repository of a hub id, and the large files that a download of it fetches. Raises a ModelError."""
     base, _, wanted = name.partition(":")
+    if name in embedded_models():
+        raise BadParameter("MODEL", name, "it is shipped with Palaver, and there is nothing to download")
     if not _is_hub_id(base):
         raise UnknownModel(name, "models of the hub have names such as Qwen/Qwen3-0.6B.")
     with _hub_client(base, quiet=True):

@@ -38,12 +38,13 @@ def check_foreign_python(descriptor: int) -> None:
     """Ends a process whose Python can't run an engine: tells the supervisor the reason in one frame."""
     if FOREIGN_VARIABLE not in os.environ:
         return
-    where = f"The Python of --engine-python ({sys.executable})"
+    where = f"The Python of the engine ({sys.executable})"
     missing = [name for name in VLLM_PACKAGES if find_spec(name) is None]
     if sys.version_info[:2] < OLDEST_PYTHON:
         reason = f"{where} is version {platform.python_version()}: at least 3.11 is needed."
     elif missing:
-        reason = f"{where} has no {', '.join(missing)}: install vLLM there (pip install vllm)."
+        install = "install vLLM there (pip install vllm), or name a Python that has it with --engine-python"
+        reason = f"{where} has no {', '.join(missing)}: {install}."
     else:
         return
     error = {"type": "error", "name": "broken_model", "message": reason, "details": {}}
