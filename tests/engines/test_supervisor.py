@@ -14,7 +14,7 @@ import pytest
 from palaver.constraints import Constraint, Grammar
 from palaver.engines.base import Engine, EngineState
 from palaver.engines.host.frames import EngineSpec
-from palaver.engines.host.supervisor import HostedEngine
+from palaver.engines.host.supervisor import HostedEngine, PendingRequest
 from palaver.engines.torch.library_engine import model_engine
 from palaver.errors import EngineError
 from palaver.generation import Ended, Finish, Prompt, Step
@@ -123,6 +123,16 @@ async def test_a_request_that_was_prepared_when_the_engine_died_is_not_sent_agai
         await reply(engine, 11, constrained)
     assert await running == undisturbed
     assert engine.process_id != process
+
+
+def test_only_a_request_that_compiles_is_blamed_for_a_death_while_it_is_prepared() -> None:
+    """Others may wait for a busy process when it is killed: they go on."""
+    prompt = Prompt((10, 20, 30))
+    constrained = Sampling(constraint=Constraint(Grammar.REGEX, "[0-9]+"))
+    assert not PendingRequest(prompt, LONG, 0).compiles
+    assert PendingRequest(prompt, constrained, 0).compiles
+    assert PendingRequest(prompt, Sampling(banned_strings=("a",)), 0).compiles
+    assert PendingRequest(prompt, Sampling(dry_multiplier=1.0), 0).compiles
 
 
 async def test_a_worker_that_dies_ends_its_process_and_replies_go_on(

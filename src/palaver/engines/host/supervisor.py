@@ -97,6 +97,13 @@ class PendingRequest:
     """Deaths that no other request can have caused. Cleared in the same way."""
     outputs: asyncio.Queue[Output | PalaverError] = field(default_factory=asyncio.Queue)
 
+    @property
+    def compiles(self) -> bool:
+        """Whether the process compiles grammars or looks up strings for it, which can end the process."""
+        sampling = self.sampling
+        strings = (*sampling.banned_strings, *(sampling.dry_sequence_breakers if sampling.dry_multiplier else ()))
+        return bool(self.prompt.phases.held or sampling.constraint or strings)
+
     def frame(self, number: int) -> Frame:
         reply_ids = (*self.prompt.reply_ids, *self.generated_ids)
         prompt = self.prompt.without_content()
@@ -444,7 +451,7 @@ class HostedEngine:
             if request.stopped:
                 request.add_output(Ended(Finish.STOPPED))
                 del self._requests[number]
-            elif request.progress is _Progress.PREPARING:
+            elif request.progress is _Progress.PREPARING and request.compiles:
                 self._blame(number, f"The engine's process {cause} while it prepared this request.")
             elif request.sends >= MAX_SENDS:
                 died = f"The engine died {request.sends} times: continue the reply later."
