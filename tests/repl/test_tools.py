@@ -62,7 +62,7 @@ def add(folder: Path) -> str:
     return f"/tools add bad {sys.executable} {misbehaving_server.__file__} '' {folder / 'record'}"
 
 
-async def test_a_server_is_added_offered_and_its_calls_are_approved(tmp_path: Path, capsys: object) -> None:
+async def test_a_server_is_added_offered_and_its_calls_are_approved(tmp_path: Path) -> None:
     async with open_session(tmp_path) as terminal:
         assert "No tools are offered" in await terminal.do("/tools")
         added = await terminal.do(add(tmp_path))
@@ -70,16 +70,17 @@ async def test_a_server_is_added_offered_and_its_calls_are_approved(tmp_path: Pa
         assert "bad__unchanged" in added
         assert (tmp_path / "mcp.json").stat().st_mode & 0o777 == 0o600
         output = await terminal.do(question(["bad__unchanged", "bad__long"]).text, "y")
-        assert "calls bad__unchanged()" in output
+        assert "calls bad__unchanged()" not in output  # the reply shows them; the question names the tools alone
         assert "bad__unchanged: as always" in output
-        assert terminal.lines.questions[-1].startswith("Run them?")
+        assert terminal.lines.questions[-1].startswith("Run bad__unchanged, bad__long?")
         path = await terminal.session.cursor.path()
         assert [one.role for one in path] == ["user", "assistant"]  # the result was too long for the context
         assert "context" in output
         output = await terminal.do(question(["bad__unchanged"], ["bad__unchanged"]).text, "x", "a")
         assert "Type one of" in output
         assert (await terminal.session.cursor.path())[-1].text == ANSWER
-        assert len([one for one in terminal.lines.questions if one.startswith("Run it?")]) == 2
+        assert len([one for one in terminal.lines.questions if one.startswith("Run bad__unchanged?")]) == 2
+        assert "calls bad__unchanged()" not in output
         assert "○ bad" in await terminal.do("/tools off bad")
         assert "● bad" in await terminal.do("/tools on")
         assert "No tool server named" in await terminal.do("/tools on nothing")
@@ -95,6 +96,7 @@ async def test_arguments_are_edited_and_a_round_is_stopped_and_continued(tmp_pat
         output = await terminal.do(question(["bad__unchanged"]).text, "q")
         assert "/continue goes on" in output
         output = await terminal.do("/continue", "n")
+        assert output.count("calls bad__unchanged()") == 1  # the reply is not shown again
         assert "The user did not allow this call." in output
         assert (await terminal.session.cursor.path())[-1].text == ANSWER
         output = await terminal.do(question(["bad__unchanged"]).text)  # Ctrl+D at the question stops, too

@@ -241,11 +241,11 @@ class Session:
             await self.follow(reply)
         await self.follow_tools(reply)
 
-    async def follow_tools(self, reply: StoredMessage) -> None:
-        """Asks about the tool calls of a reply, and follows the replies to their results."""
+    async def follow_tools(self, reply: StoredMessage, is_shown: bool = True) -> None:
+        """Asks about the tool calls of a reply, and follows the replies to their results. `is_shown`: the calls are."""
         from palaver.repl.tool_calls import follow_round
 
-        following = await follow_round(self, reply)
+        following = await follow_round(self, reply, is_shown)
         while following is not None:
             with self.deferred_interrupts():
                 await self.follow(following)

@@ -311,14 +311,14 @@ TOOL_RULES = ("rule", "rules")
 TOOL_RULE_UNKNOWN = 'Nothing is remembered about "{name}".'
 TOOL_SERVER_UNKNOWN = 'No tool server named "{name}".'
 APPROVE_CALL = (
-    "Run it? y yes, n no, a always this tool here, s always this server, v never this tool here, e edit, q stop:"
+    "Run {names}? y yes, n no, a always this tool here, s always this server, v never this tool here, e edit, q stop:"
 )
 APPROVE_CALLS = (
-    "Run them? y yes, n no, a always these tools here, s always this server, v never these here, e edit, q stop:"
+    "Run {names}? y yes, n no, a always these tools here, s always this server, v never these here, e edit, q stop:"
 )
 APPROVE_HELP = "Type one of y, n, a, s, v, e or q."
 CALL_INTERRUPTED = "It had begun when it was interrupted. It is not known what it did."
-CALL_AGAIN = "Run it (again)? y yes, n no, q stop:"
+CALL_AGAIN = "Run {names} (again)? y yes, n no, q stop:"
 EDIT_ARGUMENTS = "Arguments of {name}, as JSON (empty: {arguments}):"
 NOT_AN_OBJECT = "The arguments must be a JSON object."
 TOOLS_RUN = "Running {names}"

@@ -33,9 +33,9 @@ _CHOICES = {
 }
 
 
-async def follow_round(session: Session, reply: StoredMessage) -> StoredMessage | None:
+async def follow_round(session: Session, reply: StoredMessage, is_shown: bool = True) -> StoredMessage | None:
     """Asks about the calls of a reply, waits for them and shows their results. Returns the next reply, if there is
-    one."""
+    one. `is_shown`: the reply stands above with its calls, so that they are not shown again."""
     if reply.reply is None or LOOP not in reply.reply.settings.options:
         return None
     for server, why in reply.reply.settings.options[LOOP].get("failed", {}).items():
@@ -56,7 +56,8 @@ async def follow_round(session: Session, reply: StoredMessage) -> StoredMessage 
             session.screen.note(strings.TOOLS_WAIT)
             return None
         if waiting:
-            await _ask(session, round, waiting)
+            await _ask(session, round, waiting, is_shown)
+            is_shown = True
         else:
             await _wait(session, round)
     return None
@@ -81,16 +82,18 @@ async def _next_reply(session: Session, round: ToolRound) -> StoredMessage | Non
     return await session.chat.message(round.next_id)
 
 
-async def _ask(session: Session, round: ToolRound, calls: Sequence[RoundCall]) -> None:
-    """One answer decides about all calls that wait."""
+async def _ask(session: Session, round: ToolRound, calls: Sequence[RoundCall], is_shown: bool) -> None:
+    """One answer decides about all calls that wait. The question has the full names of their tools."""
     interrupted = [call for call in calls if call.state is CallState.INTERRUPTED]
     for call in calls:
-        session.screen.show(*format_call(call.name, call.arguments))
+        if not is_shown:
+            session.screen.show(*format_call(call.name, call.arguments))
         if call in interrupted:
             session.screen.note(strings.CALL_INTERRUPTED)
     question = strings.CALL_AGAIN if interrupted else strings.APPROVE_CALLS if len(calls) > 1 else strings.APPROVE_CALL
     try:
-        answer = (await session.lines.ask(question)).strip().lower()[:1]
+        names = ", ".join(dict.fromkeys(sanitize(call.name) for call in calls))
+        answer = (await session.lines.ask(question.format(names=names))).strip().lower()[:1]
         edited: dict[int, str] = {}
         if answer == "e":
             edited = {call.position: await _edit(session, call) for call in calls}

@@ -65,11 +65,12 @@ async def continue_(session: Session, arguments: str) -> None:
         raise NothingToContinue(strings.NOTHING_TO_CONTINUE)
     reply = path[-1]
     last_event = await _last_event(session, reply)
+    is_shown = session.screen.is_live or await session.chat.tool_round(reply.id) is None
     with session.deferred_interrupts():
         continued = await session.wait_for(session.chat.continue_reply(reply.id), strings.WAITING_FOR_MODEL)
         await session.cursor.move(continued.id)
         await session.follow(continued, last_event if continued.id == reply.id else 0)
-    await session.follow_tools(continued)
+    await session.follow_tools(continued, is_shown)
 
 
 async def _last_event(session: Session, reply: StoredMessage) -> int:

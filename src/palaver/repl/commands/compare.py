@@ -190,7 +190,7 @@ async def _choose(session: Session, comparison: Comparison, number: int | None) 
     name = one_line(decided.replies[number - 1].name)
     session.screen.note(strings.CHOSEN.format(number=number, name=name))
     await session.cursor.move(await session.chat.newest_leaf(comparison.conversation_id, reply_id))
-    await session.follow_tools(await session.chat.message(reply_id))
+    await session.follow_tools(await session.chat.message(reply_id), is_shown=False)
 
 
 @commands.command("choose")
