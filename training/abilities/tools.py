@@ -26,6 +26,8 @@ NO_TOOL = (
     "None of my tools can do that, and I'm only a tiny demo model. A real model may know more.",
     "I have no tool for that. I'm a tiny demo model; a real one may help.",
 )
+EDITED = "[The user changed the arguments to {arguments}]\n"
+"""As Palaver writes it before a result."""
 DONE = ("done", "ok", "OK", "success", "finished", "sent", "started", "saved")
 
 
@@ -163,8 +165,7 @@ def told(draw: Draw) -> Sample:
     user, called = exchange.messages()
     results, sentences, wanted = [], [], []
     for _, _, arguments, kind in wishes:
-        assert kind.result is not None
-        content, sentence = kind.result(draw, arguments)
+        content, sentence, _ = _returned(draw, kind, arguments)
         if draw.chance(0.06):
             content = draw.pick(("Error: timed out", "The server is not reachable.", "Error: no access"))
             sentence = f"That didn't work: {content}"
@@ -173,6 +174,18 @@ def told(draw: Draw) -> Sample:
         wanted.append(sentence)
     reply = Message("assistant", ("\n" if any("\n" in one for one in sentences) else " ").join(sentences), _gathered(results))
     return Sample((user, called, *results, reply), listed, True, Expect("answers from results", "contains_all", wanted))
+
+
+def _returned(draw: Draw, kind: known_tools.Kind, arguments: dict[str, Any]) -> tuple[str, str, str]:
+    """What a tool returns, the sentence that tells it, and the result alone. Sometimes the user has changed the arguments: then
+    Palaver writes that before the result."""
+    assert kind.result is not None
+    before = ""
+    if kind.parameters and draw.chance(0.06):
+        arguments = dict(zip(arguments, known_tools.drawn(draw, kind)[2].values(), strict=True))
+        before = EDITED.format(arguments=json.dumps(arguments, ensure_ascii=False))
+    content, sentence = kind.result(draw, arguments)
+    return before + content, sentence, content
 
 
 def _gathered(results: list[Message]) -> str:
@@ -187,17 +200,16 @@ def chained(draw: Draw) -> Sample:
     server = known_tools.servers(draw)
     first, asked, arguments = known_tools.drawn(draw, first_kind, server(), True)
     second, _, _ = known_tools.drawn(draw, note, server())
-    assert first_kind.result is not None
-    content, sentence = first_kind.result(draw, arguments)
+    returned, sentence, content = _returned(draw, first_kind, arguments)
     then = draw.plain(THEN_NOTE)
     user = Message("user", asked.rstrip(".?!") + then)
     call, noted = first.call(arguments), second.call({second.parameters[0].name: content.replace("\n", ", ")})
     others = known_tools.schemas(draw, tuple(kind for kind in known_tools.DEMO if kind not in (first_kind, note)), server) if draw.chance(0.6) else []
     listed = _listed_tools(draw, [first, second, *others], 0)
     opening = Message("assistant", "", f"First {call.name}, then {noted.name} with its result.\n{_thought(call)}", (call,))
-    following = Message("assistant", "", f"The result is there. {content.replace(chr(10), ' ')}\n{_thought(noted)}", (noted,))
+    following = Message("assistant", "", f"The result is there. {returned.replace(chr(10), ' ')}\n{_thought(noted)}", (noted,))
     closing = Message("assistant", f"{sentence} I noted it.", "The result is there. Noted.")
-    history = (user, opening, Message("tool", content), following, Message("tool", draw.pick((f"Noted: {content}", "ok", "saved"))), closing)
+    history = (user, opening, Message("tool", returned), following, Message("tool", draw.pick((f"Noted: {content}", "ok", "saved"))), closing)
     last = draw.pick((1, 3, 3, 5))
     if last == 5:
         return Sample(history, listed, True, Expect("chained calls", "contains", "noted"))
