@@ -10,7 +10,7 @@ from random import Random
 import pytest
 
 from training import digits
-from training.abilities import arithmetic, letters, tools
+from training.abilities import arithmetic, letters, small_talk, tools
 from training.abilities.schemas import function
 from training.bars import BARS, Bar, cases
 from training.checks import Reply, read, right
@@ -149,3 +149,9 @@ def test_tools_of_several_servers_are_offered() -> None:
     drawn = [tools.several_calls(draw) for _ in range(300)]
     named = [{call.name.split("__")[0] for call in exchange.calls if "__" in call.name} for exchange, _ in drawn]
     assert sum(len(servers) > 1 for servers in named) > 60
+
+
+def test_small_talk_names_no_command_of_the_terminal() -> None:
+    """The page has none."""
+    draw = Draw(Random(6))
+    assert not any(re.search(r"(^|\s)/[a-z]", small_talk.any_one(draw).answer) for _ in range(600))

@@ -80,7 +80,7 @@ def likes(draw: Draw) -> Exchange:
 
 
 def complaint(draw: Draw) -> Exchange:
-    answer = draw.say("Sorry! I'm very small and make mistakes. /retry gives another reply.", "I'm sorry. Ask me in other words, or try /retry.", "Sorry about that, I'm only a small model. Maybe try it in other words.")
+    answer = draw.say("Sorry! I'm very small and make mistakes. A retry gives another reply.", "I'm sorry. Ask me in other words, or let me try again.", "Sorry about that, I'm only a small model. Maybe try it in other words.")
     return Exchange(_said(draw, COMPLAINT), "The user is not content. I'm sorry about it.", answer)
 
 
@@ -96,7 +96,7 @@ def own_taste(draw: Draw) -> Exchange:
 
 
 def why(draw: Draw) -> Exchange:
-    answer = draw.say("I can't explain much. /expand shows what I thought.", "I'm too small to explain myself well; /expand shows my thought.")
+    answer = draw.say("I can't explain much. My thought is above the answer.", "I'm too small to explain myself well; my thought above says how I got there.")
     return Exchange(_said(draw, WHY), "The user wants an explanation. I have little to say.", answer)
 
 
