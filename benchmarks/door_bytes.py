@@ -12,6 +12,7 @@ their appearance in an answer. Times, durations and comments in streams are left
 from __future__ import annotations
 
 import argparse
+import base64
 import difflib
 import json
 import os
@@ -34,6 +35,8 @@ ROOT = Path(__file__).resolve().parent.parent
 OPTIONS = ("--compile", "--max-body", "1", "--socket-grace", "5")
 SUM, THINK = "What is 12 + 30?", "What is 417 + 385?"
 HEADERS_LEFT_OUT = {"date", "content-length", "server"}
+PIXEL = base64.b64decode("R0lGODlhAQABAIAAAAAAAP///ywAAAAAAQABAAACAUwAOw==")
+"""A picture of one pixel: newer versions refuse bytes that are none."""
 WEATHER = {
     "name": "get_weather",
     "description": "Weather at a place.",
@@ -349,7 +352,7 @@ def conversations(recorder: Recorder) -> None:
     line = json.dumps({"messages": [user("Hello"), {"role": "assistant", "content": "Hi"}]})
     recorder.send("api import", "POST", "/api/import", content=line, headers={"content-type": "text/plain"})
     bytes_ = {"content-type": "application/octet-stream"}
-    digest = recorder.send("api put blob", "POST", "/api/blobs", content=b"GIF89a", headers=bytes_)["digest"]
+    digest = recorder.send("api put blob", "POST", "/api/blobs", content=PIXEL, headers=bytes_)["digest"]
     get("api blob", f"/api/blobs/{digest}?type=image/gif")
     recorder.send(
         "api save preset", "PUT", "/api/presets", json={"name": "careful", "parameters": {"temperature": 0.2}}
