@@ -6,7 +6,7 @@ python -m benchmarks.kills --program 10 --model sprout-omni      # a picture in 
 python -m benchmarks.kills --fronts 50 [--database postgresql]   # one of two servers on a store
 python -m benchmarks.kills --host 50                   # the engine host, eight streams, sprout
 python -m benchmarks.kills --host 50 --model sprout.gguf
-python -m benchmarks.kills --host 10 --engine vllm --engine-python ~/vllm/bin/python
+python -m benchmarks.kills --host 10 --engine vllm --engine-python ~/vllm/bin/python --no-compile
 """
 
 from __future__ import annotations
@@ -84,9 +84,12 @@ async def host(kills: int, model: str, options: LoadOptions | None = None) -> No
                 ids = [await _begun(chat, number) for number in range(STREAMS)]
                 readers = [asyncio.create_task(_read(chat, id)) for id in ids]
                 done += await _kill_while(service, readers, moments)
+                begun_again = time.monotonic()
                 for id, reader in zip(ids, readers, strict=True):
                     replies += 1
                     wrong += not await _right(service, id, await reader)
+                passed = f"{time.monotonic() - begun:.0f} s, the last round {time.monotonic() - begun_again:.0f} s"
+                print(f"{done} kills, {replies} replies, {wrong} wrong after {passed}", flush=True)
         store.close()
     print(f"{done} kills of the engine host in {time.monotonic() - begun:.0f} s, {STREAMS} streams at a time ({model})")
     print(f"  replies that completed by themselves: {replies}; not the uncut one, or not to their end: {wrong}")
@@ -131,13 +134,16 @@ def main() -> None:
     parser.add_argument("--host", type=int, default=0)
     parser.add_argument("--engine", default="", help="of --host, as `palaver serve` has it")
     parser.add_argument("--engine-python", type=Path)
+    parser.add_argument("--no-compile", action="store_true", help="the engine of --host starts sooner")
     given = parser.parse_args()
     if given.program:
         program(given.program, given.model or "scripted", given.seconds)
     if given.fronts:
         fronts(given.fronts, given.seconds, given.database)
     if given.host:
-        options = LoadOptions(engine=given.engine, engine_python=given.engine_python) if given.engine else None
+        compiled = False if given.no_compile else None
+        named = LoadOptions(engine=given.engine, engine_python=given.engine_python, compiled=compiled)
+        options = named if given.engine else None
         asyncio.run(host(given.host, given.model or "sprout", options))
 
 

@@ -1,11 +1,12 @@
 """Three models behind one server with room for two: requests at random, none lost, none cut, memory below the bound.
 
-    python benchmarks/models.py [--requests 200] [--memory 1000MB]
+    python benchmarks/models.py [--requests 200] [--memory 1000MB] [--alone 3]
 
-The exit status is 1 if a request was lost, a reply was cut or the memory went over the bound, and if nothing was ever
-evicted: then there was room for all. Prints the time from a request to the first token by whether its model was loaded,
-and the most memory that the engine processes took together (proportional set size: pages that processes share count
-once).
+Then one request at a time goes round the models, so that each one has to be loaded from the disk and waits for nothing
+else. The exit status is 1 if a request was lost, a reply was cut or the memory went over the bound, and if nothing was
+ever evicted: then there was room for all. Prints the time from a request to the first token by whether its model was
+loaded, and the most memory that the engine processes took together (proportional set size: pages that processes share
+count once).
 """
 
 from __future__ import annotations
@@ -56,10 +57,11 @@ def _engine_bytes() -> int:
     return total
 
 
-async def measure(requests: int, memory: int) -> list[str]:
+async def measure(requests: int, memory: int, rounds: int) -> list[str]:
     """Returns what went wrong."""
     numbers, names = random.Random(1), embedded_models()
     times: dict[bool, list[float]] = {True: [], False: []}
+    alone: dict[str, list[float]] = {name: [] for name in names}
     ends: list[str] = []
     with tempfile.TemporaryDirectory() as folder, open_store(Path(folder)) as store:
         pool = make_pool(LoadOptions(), Path(folder), names[0], memory=memory)
@@ -71,29 +73,41 @@ async def measure(requests: int, memory: int) -> list[str]:
             places = asyncio.Semaphore(AT_ONCE)
             async with httpx.AsyncClient(base_url=url, timeout=600, trust_env=False) as http:
 
+                async def ask(name: str, number: int) -> tuple[float, str]:
+                    """The time to the first token, and how the reply ended."""
+                    first, last, begun = 0.0, "", time.monotonic()
+                    messages = [{"role": "user", "content": f"What is {number} + 5?"}]
+                    body = {"model": name, "messages": messages, "stream": True, "max_tokens": 48}
+                    async with http.stream("POST", "/v1/chat/completions", json=body) as answer:
+                        async for line in answer.aiter_lines():
+                            last = line.partition('"finish_reason":"')[2].partition('"')[0] or last
+                            if not first and ('content":"' in line and 'content":""' not in line):
+                                first = time.monotonic() - begun
+                    return first, last if answer.status_code == 200 else str(answer.status_code)
+
                 async def one(number: int) -> None:
                     nonlocal most_counted
                     name = names[numbers.randrange(len(names))]
-                    messages = [{"role": "user", "content": f"What is {number} + 5?"}]
-                    body = {"model": name, "messages": messages, "stream": True, "max_tokens": 48}
                     async with places:
-                        was_loaded, begun, first, last = pool.card(name).state == "ready", time.monotonic(), 0.0, ""
-                        async with http.stream("POST", "/v1/chat/completions", json=body) as answer:
-                            async for line in answer.aiter_lines():
-                                last = line.partition('"finish_reason":"')[2].partition('"')[0] or last
-                                if not first and ('content":"' in line and 'content":""' not in line):
-                                    first = time.monotonic() - begun
-                        ends.append(last if answer.status_code == 200 else str(answer.status_code))
+                        was_loaded = pool.card(name).state == "ready"
+                        first, end = await ask(name, number)
+                        ends.append(end)
                         times[was_loaded].append(first)
                         most_counted = max(most_counted, pool.used_bytes)
 
                 begun = time.monotonic()
                 await asyncio.gather(*(one(number) for number in range(requests)))
                 seconds = time.monotonic() - begun
+                for number, name in enumerate(names * rounds):
+                    on_disk = pool.card(name).state != "ready"
+                    first, end = await ask(name, number)
+                    ends.append(end)
+                    if on_disk:
+                        alone[name].append(first)
             watching.cancel()
-    good = sum(end in ("stop", "length") for end in ends)
     print(f"{requests} requests at random to {', '.join(names)}, {AT_ONCE} at once: {seconds:.0f} s")
-    print(f"complete: {good}, lost or cut: {requests - good}")
+    requests, good = len(ends), sum(end in ("stop", "length") for end in ends)
+    print(f"complete: {good} of {requests}, lost or cut: {requests - good}")
     counted, measured = f"{most_counted / 1e6:.0f} MB", f"{watch.most / 1e6:.0f} MB"
     print(f"memory: bound {memory / 1e6:.0f} MB, counted at most {counted}, measured at most {measured}")
     for was_loaded, found in times.items():
@@ -102,6 +116,12 @@ async def measure(requests: int, memory: int) -> list[str]:
             print(
                 f"first token, model {state}: median {statistics.median(found):.2f} s, most {max(found):.2f} s,"
                 f" {len(found)} requests"
+            )
+    for name, found in alone.items():
+        if found:
+            print(
+                f"first token of {name} from the disk, one request at a time: median {statistics.median(found):.2f} s,"
+                f" most {max(found):.2f} s, {len(found)} requests"
             )
     wrong = [f"{requests - good} of {requests} requests were lost or cut: {sorted(set(ends))}"] * (good < requests)
     for what, found_bytes in (("counted", most_counted), ("measured", watch.most)):
@@ -116,8 +136,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--memory", default="1000MB")
+    parser.add_argument("--alone", type=int, default=3, help="rounds of one request at a time")
     given = parser.parse_args()
-    wrong = asyncio.run(measure(given.requests, parse_size("--memory", given.memory) or 0))
+    wrong = asyncio.run(measure(given.requests, parse_size("--memory", given.memory) or 0, given.alone))
     print(*wrong, sep="\n")
     return min(1, len(wrong))
 
