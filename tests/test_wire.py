@@ -161,7 +161,7 @@ TOKEN = st.builds(
     maybe(LOGPROB),
     several(st.builds(interface.TokenAlternative, COUNT, TEXT, LOGPROB)),
 )
-HIT = st.builds(store.SearchHit, TEXT, TEXT, TEXT, st.sampled_from(messages.Role), TIME, TEXT)
+HIT = st.builds(store.SearchHit, TEXT, TEXT, TEXT, st.sampled_from(messages.Role), TIME, TEXT, st.booleans())
 CHANGE = st.builds(interface.ConversationChange, TEXT, TEXT, maybe(TEXT))
 KINDS: dict[Any, st.SearchStrategy[Any]] = {
     messages.Message: MESSAGE,

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from palaver.messages import Text
+from palaver.messages import Text, Thinking
 from palaver.store import ReplyEnding, ReplyStatus, Store
 from palaver.store.search import query_terms, split_words
 from tests.store.factories import SETTINGS, add_message, new_conversation
@@ -132,6 +132,33 @@ def test_a_reply_is_indexed_by_its_final_text(store: Store, owner: str) -> None:
     assert len(store.search.find(owner, "alpha")) == 1
     store.search.rebuild()
     assert len(store.search.find(owner, "alpha")) == 1
+
+
+def test_words_of_thoughts_are_found_and_marked(store: Store, owner: str) -> None:
+    lease = store.leases.open()
+    reply = store.replies.start(lease, new_conversation(store).id, None, SETTINGS)
+    parts = (Thinking("x " * 100 + "carry the one, 東京タワー"), Text("The sum is 42, as one sees."))
+    store.replies.finish(lease, reply.id, ReplyEnding(ReplyStatus.DONE, parts))
+    found = {
+        "sum 42": False,
+        "carry": True,
+        '"carry the"': True,
+        '"carry one"': None,
+        "京タ": True,
+        "sum car": True,
+        "one": False,
+        "42 nothing": None,
+    }
+    for rebuilt in (False, True):
+        for query, in_thought in found.items():
+            hits = store.search.find(owner, query)
+            assert [hit.in_thought for hit in hits] == ([] if in_thought is None else [in_thought]), query
+        if not rebuilt:
+            store.search.rebuild()
+    (hit,) = store.search.find(owner, "sum carry")
+    assert "carry the one" in hit.snippet
+    (hit,) = store.search.find(owner, "sum")
+    assert hit.snippet == "The sum is 42, as one sees."
 
 
 def test_purged_messages_are_not_indexed(store: Store, owner: str) -> None:

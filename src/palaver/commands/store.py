@@ -121,7 +121,9 @@ def _print_list(conversations: tuple[Conversation, ...], hits: dict[str, SearchH
     for one in conversations:
         console.print(Text.assemble(*_line(one)))
         if hits and one.id in hits:
-            console.print(Text(f"    {hits[one.id].role}: {_printable(hits[one.id].snippet)}", "dim"))
+            hit = hits[one.id]
+            line = strings.FOUND_THOUGHT if hit.in_thought else strings.FOUND
+            console.print(Text(line.format(role=hit.role, snippet=_printable(hit.snippet)), "dim"))
 
 
 def _line(one: Conversation) -> Iterator[tuple[str, str]]:

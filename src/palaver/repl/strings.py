@@ -153,6 +153,7 @@ OPEN_NUMBER = "/open NUMBER opens one."
 SEARCH_USAGE = "What should I search for? Type /search WORDS."
 SEARCH_NOTHING = 'No results for "{words}". Thoughts and tool calls are not searched.'
 SEARCH_HIT = "{role}: {snippet}"
+SEARCH_THOUGHT = "{role}, thinking: {snippet}"
 OPEN_NOTHING = 'No conversation matches "{words}". /list shows the newest ones.'
 OPEN_QUESTION = "Open which number? (Enter: none)"
 CONVERSATION_HEAD = " · {messages}"

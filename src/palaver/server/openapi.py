@@ -214,6 +214,7 @@ PUBLISHED_VALUES = {
 for `ADDED_FIELDS`."""
 ADDED_FIELDS: Mapping[str, tuple[str, ...]] = {
     "Blob": ("name", "width", "height", "seconds"),
+    "Hit": ("in_thought",),
     "Media": ("name", "width", "height", "seconds"),
     "ModelCard": ("exactness", "steps", "fingerprint", "lacks", "block_length"),
     "PhaseOpened": ("tokens",),

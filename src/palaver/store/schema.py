@@ -21,7 +21,7 @@ from sqlalchemy import (
 
 from palaver.store.database import JsonColumn, Number
 
-HEAD = "0015"
+HEAD = "0016"
 """The revision of the schema below."""
 
 metadata = MetaData()

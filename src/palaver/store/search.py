@@ -117,8 +117,12 @@ def rebuild(connection: Connection) -> None:
 
 
 def indexed_text(parts: Iterable[Mapping[str, Any]]) -> str:
-    """The searchable text of a message: no thinking, no tool calls."""
-    return "\n".join(part["text"] for part in parts if part["type"] == "text")
+    """The searchable text of a message: what was said, then what was thought; no tool calls."""
+    return "\n".join(_texts(parts, "text") + _texts(parts, "thinking"))
+
+
+def _texts(parts: Iterable[Mapping[str, Any]], kind: str) -> list[str]:
+    return [part["text"] for part in parts if part["type"] == kind]
 
 
 def scope_words(owner: str, conversation: str | None) -> list[str]:
@@ -199,6 +203,8 @@ class SearchHit:
     role: Role
     created_at: datetime
     snippet: str
+    in_thought: bool = False
+    """Whether the message contains the query only together with its thoughts. The snippet is then of a thought."""
 
 
 class MessageSearch:
@@ -320,8 +326,18 @@ def _load_rows(connection: Connection, found: Sequence[int], values: dict[str, A
 
 
 def _hit(row: Any, terms: Sequence[SearchTerm]) -> SearchHit:
-    snippet = _snippet(indexed_text(row.parts), terms[0])
-    return SearchHit(row.conversation_id, row.title, row.id, Role(row.role), parse_time(row.created_at), snippet)
+    said, thought = ("\n".join(_texts(row.parts, kind)) for kind in ("text", "thinking"))
+    words = split_words(said)
+    missing = [term for term in terms if not _contains(words, term)] if thought else []
+    snippet = _snippet(thought, missing[0]) if missing else _snippet(said, terms[0])
+    created_at = parse_time(row.created_at)
+    return SearchHit(row.conversation_id, row.title, row.id, Role(row.role), created_at, snippet, bool(missing))
+
+
+def _contains(words: Sequence[str], term: SearchTerm) -> bool:
+    *first, last = term.words
+    ends = (number for number, word in enumerate(words) if (word.startswith(last) if term.is_prefix else word == last))
+    return any(words[end - len(first) : end] == first for end in ends if end >= len(first))
 
 
 def _snippet(content: str, term: SearchTerm) -> str:

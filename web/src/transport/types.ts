@@ -294,6 +294,7 @@ export interface Hit {
   role: Role
   created_at: string
   snippet: string
+  in_thought?: boolean
 }
 
 export interface ImportReport {

@@ -73,7 +73,9 @@ async def search(session: Session, arguments: str) -> None:
         grid.add_row(
             f"{number}",
             one_line(hit.title, 40),
-            strings.SEARCH_HIT.format(role=hit.role, snippet=one_line(hit.snippet)),
+            (strings.SEARCH_THOUGHT if hit.in_thought else strings.SEARCH_HIT).format(
+                role=hit.role, snippet=one_line(hit.snippet)
+            ),
         )
     if not hits:
         session.screen.note(strings.SEARCH_NOTHING.format(words=arguments.strip()))
