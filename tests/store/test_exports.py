@@ -11,9 +11,10 @@ from datetime import UTC, datetime
 import pytest
 
 from palaver.messages import Image, Role, Text, Thinking, ToolCall, ToolResult
+from palaver.store import Store
 from palaver.transcripts import ReadResult, Transcript, read_file
 from palaver.transcripts.archive import BadArchive
-from palaver.transcripts.import_export import NotUtf8, UnknownFormat
+from palaver.transcripts.import_export import NotUtf8, UnknownFormat, store_transcript
 from tests.store.exports import CHATGPT, CLAUDE, PNG, archive, node
 
 
@@ -84,7 +85,7 @@ def test_claude_is_read_with_its_branches_thoughts_and_calls() -> None:
     found, skipped = read(CLAUDE)
     assert found.title == "Sums"
     question, call, result, reply, thanks = found.branch("4")
-    assert question.message.text == "a.txt:\n\nnotes\n\nWhat is 17 * 23?"
+    assert question.message.parts == (Text("What is 17 * 23?"), Text("\n\nFile a.txt:\n\nnotes\n\n"))
     assert question.created_at == datetime(2025, 1, 2, 3, 4, 5, 678000, UTC)
     assert call.message.parts == (
         Thinking("a product"),
@@ -106,6 +107,41 @@ def test_messages_of_claude_without_parents_follow_each_other() -> None:
     assert skipped == ["conversation 1, message 2: it is empty"]
     found, skipped = read({"chat_messages": [{"uuid": "1", "sender": "human", "text": "Hi"}] * 2})
     assert len(found.entries) == len(skipped) == 1
+
+
+def test_what_whole_exports_have_beside_messages() -> None:
+    """Null parts, marks of citations, calls without ids, and parts of unknown kinds that have text."""
+    answer = {"content_type": "text", "parts": [None, "It rains. \ue200cite\ue202turn0search3\ue201\n\nTake a coat.", ""]}
+    mapping = [
+        node("q", None, "user", "Weather in 東京?"),
+        node("c", "q", "assistant", {"content_type": "code", "text": '{"q": "x"}'}, recipient="web.run"),
+        node("r", "c", "tool", {"content_type": "text", "parts": [None, ""]}, name="web.run"),
+        node("a", "r", "assistant", answer),
+    ]
+    found, skipped = read({"title": None, "mapping": {one["id"]: one for one in reversed(mapping)}})
+    assert not skipped
+    assert [entry.message.text for entry in found.main_branch()][-1] == "It rains.\n\nTake a coat."
+    blocks = [
+        {"type": "tool_use", "id": None, "name": "search", "input": {}},
+        {"type": "tool_use", "id": None, "name": "draw", "input": None},
+        {"type": "tool_result", "tool_use_id": None, "name": "search", "content": [{"type": "text", "text": "1"}]},
+        {"type": "tool_result", "tool_use_id": None, "name": "draw", "content": None},
+        {"type": "voice_note", "title": "", "text": "spoken"},
+    ]
+    found, skipped = read({"chat_messages": [{"uuid": "m", "sender": "assistant", "content": blocks}]})
+    calls, results, spoken = (entry.message for entry in found.main_branch())
+    assert [call.id for call in calls.tool_calls] == [one.call_id for one in results.tool_results] == ["m-1", "m-2"]
+    assert spoken.text == "spoken"
+    assert not skipped
+
+
+def test_conversations_keep_their_dates(store: Store, owner: str) -> None:
+    (found,) = read_file(json.dumps(CLAUDE)).transcripts
+    imported = store_transcript(store, owner, found).conversation
+    assert imported.created_at == imported.updated_at == datetime(2025, 1, 2, 3, 4, 5, 678000, UTC)
+    future = [{"sender": "human", "text": "Hi", "created_at": "2999-01-01T00:00:00Z"}]
+    (found,) = read_file(json.dumps({"chat_messages": future})).transcripts
+    assert store_transcript(store, owner, found).conversation.updated_at <= datetime.now(UTC)
 
 
 def packed(name: str, data: bytes) -> bytes:

@@ -86,7 +86,8 @@ class Messages:
     def append_all(self, conversation_id: str, new_messages: Sequence[NewMessage], head: str | None = None) -> bool:
         """Fills an empty conversation in one transaction. Returns False, without a change, if it isn't empty.
 
-        Every parent comes before its children. `head` is the source id of the head; by default the last message.
+        Every parent comes before its children. `head` is the source id of the head; by default the last message. The
+        conversation is then as old as its messages.
         """
         if not new_messages:
             return False
@@ -101,6 +102,9 @@ class Messages:
                     tree.touch_conversation(connection, new)
                 stored_ids[new_message.id] = tree.insert_row(connection, new)
             tree.set_head(connection, conversation_id, stored_ids.get(head) or stored_ids[new_messages[-1].id])
+            times = [_microseconds(one.created_at) for one in new_messages if one.created_at is not None]
+            if times:
+                tree.set_times(connection, conversation_id, min(times), max(times))
         return True
 
     def get(self, id: str) -> StoredMessage:
@@ -174,8 +178,12 @@ def _tree_message(
         parent_id,
         new_message.message.role,
         parts,
-        created_at=None if new_message.created_at is None else int(new_message.created_at.timestamp() * 1e6),
+        created_at=None if new_message.created_at is None else _microseconds(new_message.created_at),
     )
+
+
+def _microseconds(time: datetime) -> int:
+    return round(time.timestamp() * 1e6)
 
 
 def _preview(message: StoredMessage) -> str:

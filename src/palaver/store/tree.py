@@ -74,6 +74,13 @@ def insert_row(connection: Connection, new: TreeMessage) -> str:
     return str(values["id"])
 
 
+def set_times(connection: Connection, conversation: str, created_at: int, updated_at: int) -> None:
+    """Sets when the conversation began and was last written to; not in the future."""
+    now = current_time()
+    values = {"created_at": min(created_at, now), "updated_at": min(updated_at, now)}
+    connection.execute(update(conversations).where(conversations.c.id == conversation).values(values))
+
+
 def set_head(connection: Connection, conversation: str, head: str | None) -> None:
     connection.execute(update(conversations).where(conversations.c.id == conversation).values(head_id=head))
 

@@ -6,6 +6,7 @@ other become one message here."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -25,6 +26,8 @@ from palaver.transcripts.transcript import (
 _MEDIA: dict[str, type[Image] | type[Audio] | type[Video]] = {"image": Image, "audio": Audio, "video": Video}
 _EVERYONE = "all"
 """The recipient of messages that are no tool calls."""
+_CITATIONS = re.compile(" ?\ue200[^\ue200\ue201]*\ue201")
+"""Marks in an answer that ChatGPT's page shows as links. What they name is not in the text."""
 _THOUGHTS = ("thoughts", "reasoning_recap")
 _UNFINISHED = ("in_progress", "finished_partial_completion")
 
@@ -128,8 +131,10 @@ class _TreeReader:
 
     def _part(self, part: Any) -> Part | None:
         match part:
+            case None | "":
+                return None
             case str():
-                return Text(part) if part else None
+                return Text(_CITATIONS.sub("", part))
             case {"content_type": "audio_transcription", "text": str(text)}:
                 return Text(text)
             case {"asset_pointer": str(pointer)}:

@@ -5,6 +5,7 @@ One of its messages may contain tool calls, their results and more text. It beco
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -103,29 +104,49 @@ def _message(role: Role, parts: list[Part]) -> Message:
 def _parts(id: str, message: Mapping[str, Any], skipped: list[SkippedConversation]) -> Iterator[Part]:
     attached = message.get("attachments") or ()
     names = {one.get("file_name") for one in attached}
+    files: list[Text] = []
     for one in attached:
         if text := one.get("extracted_content"):
-            yield Text(f"{one.get('file_name') or 'File'}:\n\n{text}\n\n")
+            files.append(Text(f"\n\nFile {one.get('file_name') or 'file'}:\n\n{text}\n\n"))
         else:
             skipped.append(_missing_file(id, one))
     skipped += [_missing_file(id, one) for one in message.get("files") or () if one.get("file_name") not in names]
     content = message.get("content")
-    if not content:
-        if text := message.get("text"):
-            yield Text(str(text))
-        return
-    for block in content:
+    if not content and (text := message.get("text")):
+        yield Text(str(text))
+    calls = _CallIds(id)
+    for block in content or ():
         try:
-            yield from _block(block)
+            yield from _block(block, calls)
         except (ValueError, KeyError, TypeError) as error:
             skipped.append(SkippedConversation(f"part of message {id}", str(error)))
+    yield from files
 
 
 def _missing_file(id: str, file: Mapping[str, Any]) -> SkippedConversation:
     return SkippedConversation(f"file of message {id}", f"{file.get('file_name') or 'a file'} is not in the export")
 
 
-def _block(block: Any) -> Iterator[Part]:
+class _CallIds:
+    """The ids of a message's tool calls. Where the export has none, results belong to calls in their order."""
+
+    def __init__(self, message_id: str) -> None:
+        self._message_id = message_id
+        self._count = 0
+        self._unanswered: deque[str] = deque()
+
+    def call(self, id: Any) -> str:
+        if id:
+            return str(id)
+        self._count += 1
+        self._unanswered.append(f"{self._message_id}-{self._count}")
+        return self._unanswered[-1]
+
+    def result(self, id: Any) -> str:
+        return str(id) if id else self._unanswered.popleft() if self._unanswered else ""
+
+
+def _block(block: Any, calls: _CallIds) -> Iterator[Part]:
     match block:
         case {"type": "text", "text": str(text)}:
             if text:
@@ -135,11 +156,13 @@ def _block(block: Any) -> Iterator[Part]:
                 yield Thinking(text)
         case {"type": "tool_use", "name": str(name)}:
             arguments = json.dumps(block.get("input") or {}, ensure_ascii=False)
-            yield ToolCall(str(block.get("id") or ""), name, arguments)
+            yield ToolCall(calls.call(block.get("id")), name, arguments)
         case {"type": "tool_result"}:
-            yield ToolResult(str(block.get("tool_use_id") or ""), _result(block), str(block.get("name") or ""))
+            yield ToolResult(calls.result(block.get("tool_use_id")), _result(block), str(block.get("name") or ""))
         case {"type": str(kind)} if kind in _WITHOUT_CONTENT:
             return
+        case {"text": str(text)} if text:  # such as a spoken note
+            yield Text(text)
         case _:
             raise ValueError(f"unknown part of the content: {str(block)[:80]}")
 
