@@ -92,6 +92,14 @@ def test_the_first_screen_is_there_while_the_model_loads(tmp_path: Path) -> None
         assert "/model Qwen/Qwen3-0.6B" in shown
 
 
+def test_lines_that_are_typed_before_the_prompt_are_sent(tmp_path: Path) -> None:
+    with local_door(tmp_path).open(echo=True) as terminal:
+        terminal.type("\r/think off\rWhat is 2 + 2?\rWhat is 3 ")
+        terminal.wait(r"tokens/s[^›]*\n› What is 3\Z")
+        assert "Thinking: off" in terminal.transcript()
+        assert terminal.transcript().count("tokens/s") == 1
+
+
 def test_control_l_while_the_model_loads(tmp_path: Path) -> None:
     """It clears the screen. The terminal's answer about its cursor is never shown as text."""
     with local_door(tmp_path).open(echo=True) as terminal:

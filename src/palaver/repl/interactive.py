@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from palaver.repl.session import Session
 
 MARK = "› "
+ENTER = "\r"
 MAX_HISTORY_BYTES = 2_000_000
 """The size to which an oversized history file is truncated; the oldest lines are dropped."""
 _POLL_SECONDS = 0.25
@@ -56,9 +57,13 @@ async def run_interactive(session: Session) -> None:
         tasks.add(task)
         task.add_done_callback(tasks.discard)
 
+    output = create_output(sys.stdout if sys.stdout.isatty() else sys.stderr)
+    output.write_raw(ENTER)  # over what was typed meanwhile
+    output.erase_end_of_line()
+    output.flush()
     prompt = PromptLine(
         create_input(sys.stdin),
-        create_output(sys.stdout if sys.stdout.isatty() else sys.stderr),
+        output,
         open_history(session.settings.folder / "history"),
         CommandCompleter(session.table, session),
         lambda: session.stopped_at,
@@ -69,6 +74,7 @@ async def run_interactive(session: Session) -> None:
     watcher = asyncio.create_task(_watch_model(session, prompt))
     try:
         await session.open_initial()
+        keep_typed_ahead(prompt.input)
         await session.run()
     finally:
         watcher.cancel()
@@ -117,7 +123,7 @@ class PromptLine:
         stopped_at: Callable[[], float],
         on_toggle: Callable[[], None],
     ) -> None:
-        self._input = input
+        self.input = input
         self._output = output
         self._editing = EditState()
         self._session: PromptSession[str] = PromptSession(
@@ -155,7 +161,7 @@ class PromptLine:
         self._session.app.invalidate()
 
     def watch_keys(self, actions: KeyActions) -> AbstractContextManager[None]:
-        return watch_keys(self._input, self._output, actions)
+        return watch_keys(self.input, self._output, actions)
 
     def _message(self) -> StyleAndTextTuples:
         return [("bold", f"edit {MARK}" if self._editing.edited_id else MARK)]
@@ -225,6 +231,14 @@ def key_bindings(editing: EditState, stopped_at: Callable[[], float], on_toggle:
         buffer.auto_up()
 
     return keys
+
+
+def keep_typed_ahead(input: Input) -> None:
+    """Keeps for the prompt what was typed before it, while the terminal was in line mode: there Enter is a line feed."""
+    with input.raw_mode():
+        presses = input.read_keys()
+    enter = KeyPress(Keys.ControlM, ENTER)
+    store_typeahead(input, [enter if press.key == Keys.ControlJ else press for press in presses])
 
 
 @contextmanager
