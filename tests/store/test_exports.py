@@ -111,7 +111,8 @@ def test_messages_of_claude_without_parents_follow_each_other() -> None:
 
 def test_what_whole_exports_have_beside_messages() -> None:
     """Null parts, marks of citations, calls without ids, and parts of unknown kinds that have text."""
-    answer = {"content_type": "text", "parts": [None, "It rains. \ue200cite\ue202turn0search3\ue201\n\nTake a coat.", ""]}
+    words = "It rains. \ue200cite\ue202turn0search3\ue201\n\nTake a coat."
+    answer = {"content_type": "text", "parts": [None, words, ""]}
     mapping = [
         node("q", None, "user", "Weather in 東京?"),
         node("c", "q", "assistant", {"content_type": "code", "text": '{"q": "x"}'}, recipient="web.run"),

@@ -35,6 +35,45 @@ def test_a_file_may_be_dropped_anywhere(page: Page, quick: Served, place: str) -
     expect(page.get_by_label("Attached files")).to_contain_text("notes.txt")
 
 
+def test_a_message_waits_for_the_file_that_is_attached_to_it(page: Page, quick: Served) -> None:
+    page.goto(quick.url)
+    go_on = hold(page, "**/api/documents*", "POST")
+    note = {"name": "plan.html", "mimeType": "text/html", "buffer": b"<p>The plan.</p>"}
+    page.locator("form input[type=file]").set_input_files(note)  # type: ignore[arg-type]
+    expect(page.get_by_text("Attaching plan.html…")).to_be_visible()
+    expect(page.get_by_label("Message", exact=True)).to_be_focused()
+    ask(page, "What is planned?")
+    go_on()
+    ended(page)
+    said = page.locator("article.user")
+    expect(said).to_contain_text("What is planned?")
+    expect(said.locator("summary")).to_have_text("plan.html")
+    expect(page.get_by_label("Attached files")).to_have_count(0)
+
+
+def test_the_focus_goes_where_the_next_key_belongs(page: Page, quick: Served) -> None:
+    page.goto(quick.url)
+    field = page.get_by_label("Message", exact=True)
+    ask(page, "Hello")
+    ended(page)
+    edit = page.locator("article.user").get_by_role("button", name="Edit")
+    edit.focus()
+    page.keyboard.press("Enter")
+    page.keyboard.press("Escape")
+    expect(edit).to_be_focused()
+    page.keyboard.press("Enter")
+    page.keyboard.type("!")
+    page.keyboard.press("Enter")
+    expect(field).to_be_focused()
+    ended(page)
+    page.locator("article.assistant").get_by_role("button", name="Regenerate").focus()
+    page.keyboard.press("Enter")
+    expect(field).to_be_focused()
+    expect(last_reply(page).get_by_label("Version 2 of 2")).to_be_visible()
+    page.keyboard.press("Control+/")
+    expect(page.get_by_role("dialog", name="Keyboard shortcuts")).to_be_visible()
+
+
 def test_text_that_is_dragged_is_the_browser_s_to_move(page: Page, quick: Served) -> None:
     page.goto(quick.url)
     assert page.locator(".scroller").evaluate(

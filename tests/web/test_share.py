@@ -38,6 +38,7 @@ def test_a_link_is_made_read_by_a_stranger_and_revoked(talk: Page, browser: Brow
     choose(talk, "Share…")
     dialog = talk.get_by_role("dialog", name="Share this conversation")
     dialog.get_by_role("button", name="Create link").click()
+    expect(dialog.get_by_role("button", name="Copy")).to_be_focused()
     link = dialog.get_by_label("Link", exact=True).input_value()
     assert "/share/" in link
     assert grave_violations(talk) == []
@@ -86,13 +87,14 @@ def test_words_are_found_in_what_is_shown(talk: Page) -> None:
     expect(field).to_be_focused()
     field.fill("WORD")
     told = bar.get_by_role("status")
-    expect(told).to_have_text("1 of 4")
-    assert talk.evaluate("CSS.highlights.get('found').size") == 4
+    expect(told).to_have_text("1 of 5")
+    assert talk.evaluate("CSS.highlights.get('found').size") == 5
     field.press("Enter")
-    expect(told).to_have_text("2 of 4")
+    expect(told).to_have_text("2 of 5, in a thought")
+    expect(talk.get_by_text("A word in a thought.")).to_be_visible()
     field.press("Shift+Enter")
     field.press("Shift+Enter")
-    expect(told).to_have_text("4 of 4")
+    expect(told).to_have_text("5 of 5")
     field.fill("first word")  # across elements
     expect(told).to_have_text("1 of 1")
     field.fill("(nothing")
@@ -101,6 +103,23 @@ def test_words_are_found_in_what_is_shown(talk: Page) -> None:
     field.press("Escape")
     expect(bar).to_have_count(0)
     assert talk.evaluate("CSS.highlights.has('found')") is False
+    expect(talk.get_by_text("A word in a thought.")).to_be_hidden()
+    expect(talk.get_by_label("Message", exact=True)).to_be_focused()
+
+
+def test_a_search_leads_to_a_thought_and_opens_it(talk: Page, sharing: Served) -> None:
+    talk.goto(sharing.url)
+    search = talk.get_by_label("Search conversations")
+    search.fill("nowhere at all")
+    expect(talk.get_by_text("Nothing found, neither in titles nor in messages.")).to_be_visible()
+    search.fill("in thought")
+    hit = talk.get_by_role("link", name="Thought:").first
+    expect(hit).to_contain_text("A word in a thought.")
+    assert grave_violations(talk) == []
+    hit.focus()
+    talk.keyboard.press("Enter")
+    ended(talk)
+    expect(talk.locator(".thinking .markdown")).to_have_text("A word in a thought.")
 
 
 def test_new_conversations_begin_with_the_defaults_in_every_browser(
@@ -109,7 +128,11 @@ def test_new_conversations_begin_with_the_defaults_in_every_browser(
     page.goto(sharing.url)
     choose(page, "Defaults for new conversations")
     dialog = page.get_by_role("dialog", name="Defaults for new conversations")
+    expect(dialog.get_by_role("tab", name="General")).to_be_focused()
     dialog.get_by_label("System prompt").fill("Be brief.")
+    page.keyboard.press("Escape")
+    expect(dialog.get_by_role("alert")).to_have_text("Discard your changes?")
+    dialog.get_by_role("button", name="Keep editing").click()
     assert grave_violations(page) == []
     dialog.get_by_role("button", name="Save", exact=True).click()
     expect(dialog).to_have_count(0)

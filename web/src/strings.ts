@@ -32,11 +32,12 @@ export const strings = {
     ready: (model: string) => `${model} is ready. Try one of these:`,
     loading: (model: string, note: string) => `${model} is loading${note ? ` (${note})` : ''}. You can start typing.`,
     failed: (why: string) => `The model couldn’t be loaded: ${why}`,
+    available: (model: string) => `${model} is loaded with your first message.`,
     none: 'No model is loaded yet.',
     demoLimits: 'It can add, spell and call tools, but it isn’t meant for real work.',
     realModel: 'Use a real model',
     chooseModel: 'Choose a model',
-    shortcuts: ['Press', '?', 'for keyboard shortcuts.'],
+    shortcuts: ['Press', 'Ctrl', '/', 'for keyboard shortcuts.'],
     examples: 'Examples',
   },
 
@@ -92,7 +93,9 @@ export const strings = {
     signOut: 'Sign out',
     showMore: 'Show more',
     inMessages: 'In messages',
+    inThought: 'Thought:',
     noMatch: 'No titles match.',
+    nothingFound: 'Nothing found, neither in titles nor in messages.',
     nothingDeleted: 'No deleted conversations.',
     empty: 'No conversations yet.',
     restoreNamed: (title: string) => `Restore ${title}`,
@@ -131,6 +134,7 @@ export const strings = {
     files: 'Attached files',
     removeFile: (name: string) => `Remove ${name}`,
     attach: 'Attach files',
+    uploading: (name: string) => `Attaching ${name}…`,
     drop: 'Drop files to attach them',
     send: 'Send',
     stop: 'Stop',
@@ -168,6 +172,7 @@ export const strings = {
   find: {
     label: 'Find in conversation',
     place: (index: number, total: number) => `${count(index)} of ${count(total)}`,
+    thought: (index: number, total: number) => `${count(index)} of ${count(total)}, in a thought`,
     none: 'No matches',
     previous: 'Previous match',
     next: 'Next match',
@@ -344,7 +349,7 @@ export const strings = {
   thinking: {
     live: 'Thinking',
     done: 'Thought',
-    doneIn: (time: number) => `Thought for ${seconds(time)}`,
+    doneIn: (time: number) => (time < 0.05 ? 'Thought briefly' : `Thought for ${seconds(time)}`),
     endedIn: (how: string, time: number) => `${how}, after ${seconds(time)}`,
     content: 'Thoughts',
   },
@@ -470,6 +475,8 @@ export const strings = {
     goOn: 'The model before stays loaded while there is room. Its replies go on.',
     here: 'used here',
     useHere: 'Use here',
+    useHereNamed: (name: string) => `Use here: ${name}`,
+    takes: { image: 'sees pictures', audio: 'hears sound', video: 'watches video' } as Record<string, string>,
     useHereHint: 'This conversation gets its replies from this model.',
     usual: 'Back to the server’s model',
     lacks: (what: string, why: string) => `Without ${what}: ${why}.`,
@@ -485,7 +492,7 @@ export const strings = {
     realTitle: 'Use a real model',
     realStart: 'Start the server with its Hugging Face name, or with the folder it is in:',
     realCommands: ['palaver serve Qwen/Qwen3-0.6B', 'palaver serve ./my-model'],
-    realHere: 'To switch models on this page, start the server with --any-model and open the login link it prints.',
+    realHere: 'To load any other model from this page, start the server with --any-model and open the login link it prints.',
   },
 
   settings: {
@@ -595,6 +602,7 @@ export const strings = {
     deleted: (title: string) => `Deleted “${title}”.`,
     deletedSeveral: (number: number) => `Deleted ${plural(number, 'conversation')}.`,
     imported: (conversations: number) => `Imported ${plural(conversations, 'conversation')}.`,
+    importSkipped: (number: number, first: string, why: string) => `Not imported: ${first}: ${why}${number > 1 ? ` (and ${count(number - 1)} more)` : ''}`,
     importedNone: 'No conversations found in the file.',
   },
 
@@ -623,7 +631,7 @@ export const strings = {
           ? `This is too long: ${plural(tokens, 'token')}, but the model can read only ${count(limit)}.`
           : null,
       unknown_format: () =>
-        'Can’t read this file. Supported: JSONL with messages, ShareGPT, Markdown, and exports of Palaver, Open WebUI and llama.cpp.',
+        'Can’t read this file. Supported: JSONL with messages, ShareGPT, Markdown, and exports of Palaver, ChatGPT, Claude, Open WebUI and llama.cpp.',
       no_model: () => 'No model is loaded. Choose one first.',
       model_loading: () => 'The model is still loading. Try again in a moment.',
       no_key: () => 'This key isn’t valid.',

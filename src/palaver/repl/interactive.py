@@ -234,7 +234,7 @@ def key_bindings(editing: EditState, stopped_at: Callable[[], float], on_toggle:
 
 
 def keep_typed_ahead(input: Input) -> None:
-    """Keeps for the prompt what was typed before it, while the terminal was in line mode: there Enter is a line feed."""
+    """Keeps for the prompt what was typed before it, in the terminal's line mode, where Enter is a line feed."""
     with input.raw_mode():
         presses = input.read_keys()
     enter = KeyPress(Keys.ControlM, ENTER)

@@ -1,12 +1,13 @@
 // Where words are in the text of elements, across the elements inside of them.
 
+import { patternOf } from './finder.svelte'
+
 const MOST = 2000
 
 /** The places of a text, in any case; a space stands for any white space. */
 export function findText(places: readonly HTMLElement[], text: string): Range[] {
-  const wanted = text.trim()
-  if (wanted === '') return []
-  const pattern = new RegExp(wanted.split(/\s+/).map((word) => word.replace(/[.*+?^${}()|[\]\\]/g, '\\$&')).join('\\s+'), 'giu')
+  const pattern = patternOf(text)
+  if (pattern === null) return []
   const found: Range[] = []
   for (const place of places) {
     const nodes = textNodes(place)

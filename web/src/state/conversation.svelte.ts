@@ -113,6 +113,7 @@ export class Conversation {
     if (!message.reply) return message.edit_of !== null && message.id === this.leaf
     const round = this.rounds.get(message.id)
     if (round) return round.state === 'stopped' || round.state === 'failed'
+    if (message.reply.status === 'running') return false // it has just ended, and how is not known yet
     return message.reply.status !== 'done' && !this.fillsContext(message)
   }
 

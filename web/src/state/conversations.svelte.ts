@@ -133,7 +133,9 @@ class Conversations {
     notices.settle('file')
     for (const file of files) {
       try {
-        taken.push(...(await api.takeIn(file)))
+        const { conversations: made, skipped = [] } = await api.takeIn(file)
+        taken.push(...made)
+        if (skipped[0]) notices.fail(strings.notices.importSkipped(skipped.length, skipped[0].item, skipped[0].reason), 'file')
       } catch (error) {
         notices.fail(error, 'file')
         failed = true

@@ -14,6 +14,7 @@ import type {
   Format,
   Gauge,
   Hit,
+  ImportReport,
   Leaf,
   Message,
   ModelCard,
@@ -163,8 +164,8 @@ export const decideCalls = (id: string, decisions: CallDecision[]): Promise<Tool
 
 export const exported = (id: string, form: Format, leaf: string | null): string =>
   address(at('conversations', id, 'export'), { form, leaf })
-export const takeIn = (file: Blob): Promise<Conversation[]> =>
-  request(at('import'), { method: 'POST', body: new Blob([file], { type: 'application/octet-stream' }) })
+export const takeIn = (file: Blob): Promise<ImportReport> =>
+  request(at('import'), { method: 'POST', query: { report: true }, body: new Blob([file], { type: 'application/octet-stream' }) })
 /** Sound; it comes while it is made. */
 export const speech = (id: string): string => address(at('messages', id, 'speech'))
 export const voices = (): Promise<{ model: string; voices: string[] }> => request('v1/audio/voices')
