@@ -19,7 +19,6 @@
 #define LANES 16 /* numbers in a SIMD vector */
 #define WIDE 4   /* vectors side by side in a panel */
 #define PANEL (LANES * WIDE)
-#define ROWS 8 /* rows multiplied at once */
 #define DEEP 256 /* inputs multiplied before the next rows: their weights stay in the cache */
 #define QUERIES 8 /* queries of one KV head that are attended for at once */
 #define KEYS 128 /* keys scored before their values are added */
@@ -28,8 +27,12 @@
 
 #ifdef __AVX512F__
 #define SUMS 16 /* vectors of sums that fit into registers */
+#define ROWS 4  /* rows multiplied at once: with all vectors of a panel, whose weights are widened once */
+#define EACH_ROW_COUNT(CASE) CASE(1) CASE(2) CASE(3) CASE(4)
 #else
 #define SUMS 6
+#define ROWS 8
+#define EACH_ROW_COUNT(CASE) CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8)
 #endif
 
 #define ALWAYS static inline __attribute__((always_inline))
@@ -218,7 +221,7 @@ ALWAYS void panel_of_dtype(int dtype, int64_t rows, const void *weights, int64_t
         rows_of_panel(dtype, n, weights, in, x, apart, tile); \
         break;
     switch (rows) {
-        CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8)
+        EACH_ROW_COUNT(CASE)
     }
 #undef CASE
 }
