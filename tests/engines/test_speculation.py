@@ -1,6 +1,7 @@
 """Drafts change nothing but the time: every reply is, to the last bit, the one without them."""
 
 import asyncio
+import json
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,12 +10,18 @@ from pathlib import Path
 
 import pytest
 
+import palaver.models
+from palaver.constraints import Constraint, Grammar, MarkerConstraint
 from palaver.engines.compiled.engine import load
 from palaver.engines.core.engine import LocalEngine
 from palaver.engines.core.options import EngineOptions
 from palaver.engines.core.scheduler import SchedulerLimits
-from palaver.engines.core.speculation import DRAFT_LENGTHS, MAX_PAUSE, NGRAM, DraftLookup
+from palaver.engines.core.speculation import ALLOWANCE, DRAFT_LENGTHS, FIRST_CREDIT, NGRAM, DraftLookup, PassCosts
+from palaver.formats.base import RenderOptions
+from palaver.formats.loader import load_format
+from palaver.formats.tokenizer import load_tokenizer
 from palaver.generation import Prompt, Step
+from palaver.messages import assistant, user
 from palaver.sampling import Sampling
 from tests.engines import tiny
 from tests.engines.compiler import needs_a_compiler
@@ -32,29 +39,108 @@ SAMPLINGS = (
 )
 
 
+class FixedCosts(PassCosts):
+    """Each draft token costs so much, whatever was measured."""
+
+    def __init__(self, extra: float) -> None:
+        super().__init__()
+        self._extra = extra
+
+    def extra(self, sequences: int, drafted: int) -> float:
+        return self._extra
+
+
+def draft(text: bytes, most: int = 15, extra: float = 0.0) -> bytes:
+    return bytes(DraftLookup(list(text)).propose(most, FixedCosts(extra)))
+
+
 def test_what_followed_before_is_the_draft() -> None:
-    text = list(b"abcdefgh-abc")
+    assert draft(b"abcdefghijklmnopqrstuvw-abc") == b"defghijklmnopqr"
+    assert draft(b"abcdefgh-abc", most=2) == b"de"
+    assert draft(b"abcdefgh-abx") == b""
+    assert draft(b"ab") == draft(b"") == b""
+
+
+def test_the_longest_match_is_the_draft_and_the_latest_of_equal_ones() -> None:
+    assert draft(b"red: one. blue: two. red: ", most=3) == b"one"
+    assert draft(b"xab: one. yab: two. ab: ", most=3) == b"two"
+
+
+def test_a_repetition_goes_on_behind_the_end_of_the_text() -> None:
+    assert draft(b"xabcabcabc", most=7) == b"abcabca"
+
+
+def test_after_a_change_the_draft_goes_on_in_the_same_source() -> None:
+    source = b"one two three four five"
+    text = list(source + b"|one two ")
     lookup = DraftLookup(text)
-    assert bytes(lookup.propose(15)) == b"def"
-    assert bytes(lookup.propose(2)) == b"de"
-    text += b"xyz"
-    assert list(lookup.propose(15)) == []
-    text += b"bcd"
-    assert bytes(lookup.propose(15)) == b"efg"
+    assert bytes(lookup.propose(3, FixedCosts(0.0))) == b"thr"
+    lookup.record(3, 2, 0.0)
+    text += b"thr"
+    text[-1] = ord("X")  # the model wrote another letter
+    assert not lookup.propose(7, FixedCosts(0.0))
+    text += b"e"
+    assert bytes(lookup.propose(7, FixedCosts(0.0))).startswith(b"e four")
 
 
-def test_drafts_grow_with_success_and_pause_after_failures() -> None:
-    lookup = DraftLookup(list(b"0123456789abcdefghijklmnopqrstuvwxyz" * 2))
-    for length in (*DRAFT_LENGTHS, DRAFT_LENGTHS[-1]):
-        assert len(lookup.propose(99)) == length
-        lookup.record(length, length)
-    pauses = []
-    for _ in range(8):
-        proposed = lookup.propose(99)
-        lookup.record(len(proposed), 0)
-        pauses.append(next(n for n in range(2 * MAX_PAUSE) if lookup.propose(99)))
-    assert pauses == sorted(pauses)
-    assert pauses[-1] == MAX_PAUSE > pauses[0] > 0
+def test_drafts_are_as_long_as_pays() -> None:
+    text = b"0123456789abcdefghijklmnopqrstuvwxyz" * 2
+    assert len(draft(text, extra=0.0)) == DRAFT_LENGTHS[-1]
+    assert len(draft(text, extra=0.2)) == 1, "a longer one could lose more than a new reply may"
+    assert len(draft(text, extra=1.0)) == 0
+
+
+def test_what_drafts_cost_is_learned_from_passes() -> None:
+    costs = PassCosts()
+    costs.record_plain(1, 0.010)
+    before = costs.extra(1, 3)
+    for _ in range(30):
+        costs.record_drafting(1, 3, 0.040)
+    assert costs.extra(1, 3) == pytest.approx(1.0, abs=0.05)
+    assert costs.extra(1, 7) == costs.extra(1, 3) > before
+    assert costs.extra(2, 3) == before, "passes with other sequences are others"
+
+
+@pytest.mark.parametrize("extra", [0.05, 0.4, 0.9])
+def test_a_reply_whose_drafts_fail_loses_little(extra: float) -> None:
+    """Its text repeats three tokens again and again, and never what followed them."""
+    text, lost, costs = list(b"abcd" * 10), 0.0, FixedCosts(extra)
+    lookup = DraftLookup(text)
+    for number in range(400):
+        proposed = lookup.propose(15, costs)
+        if proposed:
+            lookup.record(len(proposed), 0, extra)
+            lost += len(proposed) * extra
+        text += (1000 + number, 97, 98, 99)
+    assert lost <= FIRST_CREDIT + ALLOWANCE * len(text)
+
+
+def test_a_reply_that_fails_at_first_and_then_repeats_gets_drafts() -> None:
+    text, costs = list(range(100)), FixedCosts(0.4)
+    lookup = DraftLookup(text)
+    for number in range(50):
+        text += (1, 2, 3)
+        if proposed := lookup.propose(15, costs):
+            lookup.record(len(proposed), 0, 0.4)
+        text.append(1000 + number)
+    saved = 0
+    text += range(20, 40)
+    while text[-1] < 99:
+        proposed = lookup.propose(15, costs)
+        right = list(range(text[-1] + 1, min(100, text[-1] + 1 + len(proposed))))
+        accepted = len(right) if list(proposed) == right else 0
+        if proposed:
+            lookup.record(len(proposed), accepted, 0.4)
+        saved += accepted
+        text += range(text[-1] + 1, min(100, text[-1] + 2 + accepted))
+    assert saved > 30
+
+
+@pytest.fixture
+def free_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts wherever there is a match, however busy the machine is."""
+    monkeypatch.setattr(PassCosts, "extra", lambda *_: 0.0)
+    monkeypatch.setattr(PassCosts, "record_drafting", lambda *_: 0.0)
 
 
 @contextmanager
@@ -74,6 +160,7 @@ async def steps(engine: LocalEngine, prompt: Prompt, sampling: Sampling) -> list
 
 
 @needs_a_compiler
+@pytest.mark.usefixtures("free_drafts")
 def test_replies_alone_and_in_company_are_those_without_drafts(folder_of: Callable[[str], Path]) -> None:
     prompts = [Prompt(REPEATED), Prompt(tuple(b"x")), Prompt((*REPEATED[:70], *b"zz")), Prompt(tuple(b"abcabcab"))]
     cases = [(prompt, sampling) for prompt in prompts for sampling in SAMPLINGS]
@@ -95,6 +182,7 @@ def test_replies_alone_and_in_company_are_those_without_drafts(folder_of: Callab
 
 
 @needs_a_compiler
+@pytest.mark.usefixtures("free_drafts")
 @pytest.mark.parametrize("seed", range(3))
 def test_stopped_and_continued_with_little_room(seed: int, folder_of: Callable[[str], Path]) -> None:
     rng = random.Random(seed)
@@ -113,3 +201,62 @@ def test_stopped_and_continued_with_little_room(seed: int, folder_of: Callable[[
 
     with engines(folder_of("qwen3"), limits) as (drafting, plain):
         asyncio.run(compare(drafting, plain))
+
+
+SPROUT = Path(palaver.models.__file__).parent / "sprout"
+SENTENCE = "The red fox and the grey owl met at the old mill, and the red fox and the grey owl ate at the old mill."
+ITEM = {"type": "object", "properties": {"name": {"enum": ["red", "blue"]}, "n": {"type": "integer"}}}
+REQUIRED = {"required": ["name", "n"], "additionalProperties": False}
+SCHEMA = json.dumps({"type": "array", "items": {**ITEM, **REQUIRED}, "minItems": 4, "maxItems": 4})
+
+
+def spelled(ids: list[int]) -> MarkerConstraint:
+    """Makes a model write these tokens."""
+    return MarkerConstraint(Grammar.LARK, "start: " + " ".join(f"<[{id}]>" for id in ids), tuple(sorted(set(ids))))
+
+
+@needs_a_compiler
+@pytest.mark.usefixtures("free_drafts")
+def test_fifty_sampled_replies_of_sprout_are_those_without_drafts() -> None:
+    """With everything that follows the tokens: grammars, budgets, stop strings, penalties, healing, alternatives."""
+    tokenizer = load_tokenizer(SPROUT)
+    format = load_format(SPROUT, tokenizer)
+    stored = Sampling(temperature=0.6, top_k=20, top_p=0.95, logprobs=5, max_tokens=60)
+    changed = tokenizer.encode([SENTENCE.replace("ate at", "slept in")])
+    copied = format.render([user(f"Write it again:\n{SENTENCE}")], options=RenderOptions(thinking=False))
+    asked = format.render([user("What is 4857 + 2968?")])
+    partial = assistant("The sum is the sum is the su")
+    healed = format.render([user("What is 2 + 2?")], options=RenderOptions(healing=True), partial_reply=partial)
+    assert healed.healing
+    cases = [
+        (copied, replace(stored, constraint=spelled(changed))),
+        (copied, replace(stored, constraint=Constraint(Grammar.JSON_SCHEMA, SCHEMA))),
+        (copied, replace(stored, stop=("owl", "mill"), min_tokens=5)),
+        (asked, replace(stored, thinking_budget=12, temperature=1.0)),
+        (asked, replace(stored, repetition_penalty=1.1, presence_penalty=0.3, xtc_probability=0.5)),
+        (healed, replace(stored, temperature=1.2, top_k=0, dry_multiplier=0.8)),
+        (replace(asked, answer_at=7), stored),
+    ]
+    options = [EngineOptions(cache_bytes=1 << 24, speculate=on) for on in (True, False)]
+    pair = [load(SPROUT, vocabulary=tokenizer.vocabulary, options=one) for one in options]
+    drafting, plain = pair
+
+    async def compare() -> None:
+        for number in range(50):
+            prompt, sampling = cases[number % len(cases)]
+            sampling = replace(sampling, seed=number)
+            one, other = await asyncio.gather(*(run(e, prompt, sampling, choice=number % 3) for e in pair))
+            assert (one.steps, one.ended) == (other.steps, other.ended)
+            if number % 5 == 0 and len(one.ids) > 4:
+                cut = len(one.ids) // 2
+                first = await run(drafting, prompt, sampling, number % 3, stop_after=cut)
+                rest = await run(drafting, continued(prompt, first.ids), sampling, number % 3)
+                assert first.ids + rest.ids == one.ids
+
+    try:
+        asyncio.run(compare())
+        assert drafting.statistics.accepted_tokens > 300
+        assert plain.statistics.draft_tokens == 0
+    finally:
+        for engine in pair:
+            asyncio.run(engine.close())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -11,7 +12,7 @@ from palaver.engines.core.generation import LocalGeneration, Outbox
 from palaver.engines.core.request import RequestQueue, SequenceState, split_prefill_budget
 from palaver.engines.core.runner import PassInterrupted, RunAhead, Runner, VerifyDrafts
 from palaver.engines.core.sampler import Logits, SampledStep
-from palaver.engines.core.speculation import MAX_ROWS, DraftLookup
+from palaver.engines.core.speculation import MAX_ROWS, DraftLookup, PassCosts
 from palaver.errors import CacheFull, EngineError, PalaverError
 from palaver.generation import AnswerRequested, Ended, Finish, Prefilled
 
@@ -54,6 +55,7 @@ class Scheduler:
         """Waiting sequences whose reply state is still being replayed."""
         self._ahead: _AheadPass | None = None
         """The pass that runs already, where the runner runs ahead."""
+        self._pass_costs = PassCosts()
         self.draft_tokens = self.accepted_tokens = 0
         """Tokens that were drafted so far, and those of them that were sampled, too."""
         self._full_version = -1
@@ -125,7 +127,10 @@ class Scheduler:
         if ahead is not None:
             self._decode_ahead(ahead)
         if self._runner.verify_drafts is None or not self._decode_drafts(decoding, self._runner.verify_drafts):
+            began = time.perf_counter()
             self._decode(decoding, [1] * len(decoding))
+            if decoding:
+                self._pass_costs.record_plain(len(decoding), time.perf_counter() - began)
 
     def _restore(self) -> None:
         """Replays a bounded number of tokens of continued replies."""
@@ -237,6 +242,7 @@ class Scheduler:
         drafts = [self._draft(sequence, most) for sequence in sequences]
         if not any(drafts):
             return False
+        began, extra = time.perf_counter(), 0.0
         try:
             logits = verify(sequences, drafts)
         except Exception as error:
@@ -248,19 +254,30 @@ class Scheduler:
         while verified:
             rows = [first + accepted for _, _, first in verified]
             steps = _sample(logits.select(rows), [sequence for sequence, _, _ in verified])
-            held = [self._accept(*one, accepted) for one in zip(verified, steps, strict=True)]
+            if not accepted:
+                seconds = time.perf_counter() - began
+                extra = self._pass_costs.record_drafting(len(sequences), sum(map(len, drafts)), seconds)
+            held = [self._accept(*one, accepted, extra) for one in zip(verified, steps, strict=True)]
             verified = [one for one, holds in zip(verified, held, strict=True) if holds]
             accepted += 1
         return True
 
     def _draft(self, sequence: SequenceState, most: int) -> Sequence[int]:
+        left = sequence.processor.reply.tokens_left
+        most = most if left is None else min(most, left - 1)
+        return self._lookup(sequence).propose(most, self._pass_costs, len(self._running)) if most > 0 else ()
+
+    @staticmethod
+    def _lookup(sequence: SequenceState) -> DraftLookup:
         if sequence.drafts is None:
             sequence.drafts = DraftLookup(sequence.token_ids)
-        left = sequence.processor.reply.tokens_left
-        return sequence.drafts.propose(most if left is None else min(most, left - 1))
+        return sequence.drafts
 
-    def _accept(self, verified: tuple[SequenceState, Sequence[int], int], step: SampledStep, accepted: int) -> bool:
-        """Emits the token after so many accepted ones. Returns whether the draft holds it, too."""
+    def _accept(
+        self, verified: tuple[SequenceState, Sequence[int], int], step: SampledStep, accepted: int, extra: float
+    ) -> bool:
+        """Emits the token after so many accepted ones. Returns whether the draft holds it, too. `extra`: what each
+        draft token cost."""
         sequence, draft, _ = verified
         self._emit(sequence, step)
         runs = self._running.get(sequence.generation) is sequence
@@ -268,7 +285,7 @@ class Scheduler:
         if holds:
             sequence.computed_tokens += 1
         elif draft and sequence.drafts is not None:
-            sequence.drafts.record(len(draft), accepted)
+            sequence.drafts.record(len(draft), accepted, extra)
             self.draft_tokens += len(draft)
             self.accepted_tokens += accepted
         return holds
@@ -289,10 +306,16 @@ class Scheduler:
             self._cache_prompt(sequence, logits, row)
         ahead = None
         all_run = len(sequences) == len(self._running)
-        if self._runner.run_ahead is not None and all_run and not all(s.processor.reply.at_limit for s in sequences):
+        going_on = all_run and not all(s.processor.reply.at_limit for s in sequences)
+        if self._runner.run_ahead is not None and going_on and not self._expects_drafts(sequences):
             ahead = self._ahead = _AheadPass(self._runner.run_ahead, sequences)
         for sequence, step in zip(sequences, _sample(logits, sequences, ahead), strict=True):
             self._emit(sequence, step)
+
+    def _expects_drafts(self, sequences: list[SequenceState]) -> bool:
+        """Whether the next pass is better started when its tokens are known, with drafts behind them."""
+        few = 2 * len(sequences) <= MAX_ROWS
+        return self._runner.verify_drafts is not None and few and any(self._lookup(s).promising for s in sequences)
 
     def _decode_cached(self, sequence: SequenceState, logits: Logits) -> None:
         """Samples the first token of a cached prompt from its cached logits, without a pass."""
