@@ -305,9 +305,9 @@ class GeneratedReply(ReplyStream):
                 self._generation.answer_now()
             async with OutputGroups(self._generation, read_ahead=self._recording is not None) as groups:
                 while ended is None and (outputs := await groups.next()):
-                    for is_tokens, run in groupby(outputs, key=lambda output: isinstance(output, Step)):
-                        if is_tokens:
-                            batches = await self._read_steps(cast("list[Step]", list(run)))
+                    for run in _split_by_kind(outputs):
+                        if isinstance(run[0], Step):
+                            batches = await self._read_steps(cast("list[Step]", run))
                             ended = Ended(Finish.END) if self._reader.complete else None
                         else:
                             batches, ended = await self._read_status(cast("Iterable[StatusOutput | Ended]", run))
@@ -324,10 +324,11 @@ class GeneratedReply(ReplyStream):
 
     async def _read_steps(self, steps: Sequence[Step]) -> list[ReplyBatch]:
         """The batches of the next tokens, once they are stored. Tokens after the end of the reply are dropped."""
-        if self._recording is not None:
-            from palaver.store.encoding import as_stored  # replies that are not stored start without its libraries
+        if self._recording is None:
+            return self._read_unrecorded(steps)
+        from palaver.store.encoding import as_stored  # replies that are not stored start without its libraries
 
-            steps = tuple(map(as_stored, steps))
+        steps = tuple(map(as_stored, steps))
         read: list[Step] = []
         phases: list[Phase] = []
         batches: list[ReplyBatch] = []
@@ -337,14 +338,23 @@ class GeneratedReply(ReplyStream):
             read.append(step)
             phases.append(self._reader.phase)
             batches += self._batch_reader.feed_all((step,))
-        if self._recording is not None:
-            try:
-                await self._recording.record(read, phases)
-            except BaseException:
-                self._batch_reader = self._recording.make_reader()
-                self._batch_reader.feed_all((*self._earlier_steps, *self.steps))
-                raise
+        try:
+            await self._recording.record(read, phases)
+        except BaseException:
+            self._batch_reader = self._recording.make_reader()
+            self._batch_reader.feed_all((*self._earlier_steps, *self.steps))
+            raise
         self.steps += read
+        return batches
+
+    def _read_unrecorded(self, steps: Sequence[Step]) -> list[ReplyBatch]:
+        batches: list[ReplyBatch] = []
+        for step in steps:
+            if self._reader.complete:
+                break
+            self.steps.append(step)
+            if (batch := self._batch_reader.feed(step)) is not None:
+                batches.append(batch)
         return batches
 
     async def _read_status(self, outputs: Iterable[StatusOutput | Ended]) -> tuple[list[ReplyBatch], Ended | None]:
@@ -372,6 +382,13 @@ class GeneratedReply(ReplyStream):
                 return None
             case _:
                 assert_never(output)
+
+
+def _split_by_kind(outputs: list[Output]) -> list[list[Output]]:
+    """In runs of tokens and runs of other outputs."""
+    if len(outputs) == 1:
+        return [outputs]
+    return [list(run) for _, run in groupby(outputs, key=lambda output: isinstance(output, Step))]
 
 
 class OutputGroups:

@@ -127,11 +127,13 @@ class ReplyReader:
     def feed(self, token_id: int) -> list[ReadEvent]:
         if self.complete:
             return []
-        self.thinking_tokens += self.phase is Phase.THINKING
-        found = self._tracker.feed(token_id)
+        tracker = self._tracker
+        self.thinking_tokens += self._states[tracker.state].phase is Phase.THINKING
+        found = tracker.feed(token_id)
         size = len(self._vocabulary[token_id]) if token_id < len(self._vocabulary) else 0
-        self._answer_tokens.feed(size, found, self._tracker.holds_text)
-        return self._limit_calls(self._with_token_count(self._read(found)))
+        self._answer_tokens.feed(size, found, tracker.holds_text)
+        events = self._with_token_count(self._read(found))
+        return self._limit_calls(events) if self._options.one_call else events
 
     def draft_texts(self, token_ids: Sequence[int | None]) -> tuple[str | None, ...]:
         """The texts of tokens that are not final. Those of control tokens are empty."""
@@ -198,9 +200,10 @@ class ReplyReader:
     def _read(self, tracker_events: Iterable[TrackerEvent]) -> list[ReadEvent]:
         events: list[ReadEvent] = []
         for tracker_event in tracker_events:
+            if type(tracker_event) is StateText:  # most tokens: a plain comparison is the fastest
+                events += self._feed_text(self._states[tracker_event.state], tracker_event.data)
+                continue
             match tracker_event:
-                case StateText(state, data):
-                    events += self._feed_text(self._states[state], data)
                 case StateEntered(state, marker):
                     events += self._enter(self._states[state], marker)
                 case StopMatched(stop):

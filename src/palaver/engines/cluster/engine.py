@@ -93,7 +93,7 @@ class ClusterGeneration:
         """Cancels the request; this is its last output."""
         if self._pump is not None:
             self._pump.cancel()
-        self._request.outputs.put_nowait(output)
+        self._request.outputs.put(output)
 
     def answer_now(self) -> None:
         """Closes an open thought with the next token: what the replica computed meanwhile is dropped."""
@@ -116,14 +116,14 @@ class ClusterGeneration:
             try:
                 return await self._stream()
             except PalaverError as error:
-                return request.outputs.put_nowait(error)
+                return request.outputs.put(error)
             except ReplicaLost as error:
                 if len(request.generated_ids) > tokens:
                     delays = iter(RETRY_DELAYS_S)
                 delay = next(delays, None)
                 if delay is None:
                     lost = f"No replica of {self._engine.application!r} could go on with the reply: {error}"
-                    return request.outputs.put_nowait(EngineError(f"{lost} It can be continued later."))
+                    return request.outputs.put(EngineError(f"{lost} It can be continued later."))
                 _log.warning("a replica was lost turn=%s tokens=%d: %s", request.prompt.turn or "-", tokens, error)
                 await asyncio.sleep(delay)
 

@@ -186,8 +186,10 @@ def _ending_ids(phases: Phases, state: int, ends: frozenset[int]) -> frozenset[i
     return frozenset(to_end | (ends - triggers.keys()))
 
 
-WAKE_INTERVAL_S = 0.008
+MIN_WAKE_INTERVAL_S, MAX_WAKE_INTERVAL_S = 0.008, 0.032
 """Readers are woken at most this often while only tokens arrive: waking a reader costs as much as sampling."""
+WAKE_INTERVAL_PER_READER_S = 0.001
+"""Many readers are woken more seldom, with more tokens each, so that waking them takes a bounded share of the time."""
 EAGER_TOKENS = 4
 """The first tokens of a reply wake their reader at once: they are seldom visible text."""
 
@@ -374,6 +376,8 @@ class Outbox:
 
     def __init__(self) -> None:
         self._waiters: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
+        self._waiting = 0
+        """The number of waiters."""
         self._urgent = False
         self._last_flush = 0.0
 
@@ -381,6 +385,7 @@ class Outbox:
         waiter = generation.push(output)
         if waiter is not None:
             self._waiters.setdefault(generation.loop, []).append(waiter)
+            self._waiting += 1
         is_step = isinstance(output, Step | PendingStep)
         if is_step:
             generation.token_count += 1
@@ -388,8 +393,9 @@ class Outbox:
             self._urgent = True
 
     def flush_if_due(self) -> None:
-        """Called after each step. Waits for `WAKE_INTERVAL_S` if there are only tokens to deliver."""
-        if self._urgent or time.monotonic() - self._last_flush >= WAKE_INTERVAL_S:
+        """Called after each step. Waits a few milliseconds if there are only tokens to deliver."""
+        interval = max(MIN_WAKE_INTERVAL_S, min(MAX_WAKE_INTERVAL_S, self._waiting * WAKE_INTERVAL_PER_READER_S))
+        if self._urgent or time.monotonic() - self._last_flush >= interval:
             self.flush()
 
     def flush(self) -> None:
@@ -397,7 +403,7 @@ class Outbox:
         if not self._waiters:
             return
         self._last_flush = time.monotonic()
-        waiters, self._waiters = self._waiters, {}
+        waiters, self._waiters, self._waiting = self._waiters, {}, 0
         for loop, pending in waiters.items():
             try:
                 loop.call_soon_threadsafe(_wake, pending)
