@@ -1,10 +1,12 @@
 """Drafts from the text so far: what they gain and where, and whether replies stay the same.
 
 python -m benchmarks.speculation                       tokens a second with drafts over those without, by kind of text
+python -m benchmarks.speculation --shape 0.6B          the same with random weights in the shape of Qwen3-0.6B
 python -m benchmarks.speculation --identical 1000      sampled replies with and without drafts, token for token
 
-One stream of Sprout, compiled steps. Sprout can't copy long texts by itself: where a reply edits a text of the prompt,
-a grammar makes it write that text. Time is CPU time of the engine's thread.
+One stream, compiled steps, without a server; tokens a second from the first token to the last, each reply with and
+without drafts in turn. Neither model can copy long texts by itself: where a reply edits a text of the prompt, a grammar
+makes it write that text, and the time of the grammar, which drafts don't save, counts in both figures.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ import asyncio
 import random
 import statistics
 import sys
+import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -73,7 +77,8 @@ def edited(text: str, old: str, new: str) -> Sampling:
     ids = TOKENIZER.encode([text.replace(old, new)])
     grammar = "start: " + " ".join(f"<[{token_id}]>" for token_id in ids)
     constraint = MarkerConstraint(Grammar.LARK, grammar, tuple(sorted(set(ids))))
-    return replace(STORED, max_tokens=700, constraint=constraint)
+    thought = TOKENIZER.vocabulary.index(b"<think>")  # the grammar begins behind thoughts, and there are none to copy
+    return replace(STORED, max_tokens=700, constraint=constraint, banned_ids=(thought,))
 
 
 KINDS = (
@@ -90,15 +95,28 @@ async def reply(engine: LocalEngine, prompt: Prompt, sampling: Sampling) -> list
         return [output async for output in outputs if isinstance(output, Step)]
 
 
-async def measure(model: Model, engine: LocalEngine, kind: Kind, seed: int) -> tuple[float, int, int]:
-    """Tokens a second of the engine's thread, and how many tokens were drafted and accepted."""
-    before, tokens = engine.statistics, 0
-    for text, sampling in kind.cases:
-        tokens += len(await reply(engine, rendered(model, text), replace(sampling, seed=seed)))
-    after = engine.statistics
-    drafted = after.draft_tokens - before.draft_tokens
-    accepted = after.accepted_tokens - before.accepted_tokens
-    return tokens / (after.thread_seconds - before.thread_seconds), drafted, accepted
+@dataclass
+class Measured:
+    tokens: int = 0
+    seconds: float = 0.0
+    drafted: int = 0
+    accepted: int = 0
+
+    @property
+    def pace(self) -> float:
+        return self.tokens / self.seconds
+
+    async def add(self, engine: LocalEngine, prompt: Prompt, sampling: Sampling) -> None:
+        """Counts the tokens of a reply behind its first one."""
+        before, began = engine.statistics, 0.0
+        async with engine.generate(prompt, sampling) as outputs:
+            async for output in outputs:
+                if isinstance(output, Step):
+                    self.tokens += bool(began)
+                    began = began or time.perf_counter()
+        self.seconds += time.perf_counter() - began
+        self.drafted += engine.statistics.draft_tokens - before.draft_tokens
+        self.accepted += engine.statistics.accepted_tokens - before.accepted_tokens
 
 
 def rendered(model: Model, text: str) -> Prompt:
@@ -106,19 +124,24 @@ def rendered(model: Model, text: str) -> Prompt:
     return model.prompt(ReplyRequest((user(text),), STORED, options=options))
 
 
-async def compare_speed(model: Model, engines: Sequence[LocalEngine], rounds: int) -> None:
+async def compare_speed(model: Model, engines: Sequence[LocalEngine], rounds: int, max_tokens: int) -> None:
     for kind in KINDS:
-        ratios, speeds, drafted, accepted = [], [], 0, 0
+        ratios, both = [], [Measured(), Measured()]
         for seed in range(rounds):
-            (fast, some, right), (plain, _, _) = [await measure(model, engine, kind, seed) for engine in engines]
-            ratios.append(fast / plain)
-            speeds.append((fast, plain))
-            drafted, accepted = drafted + some, accepted + right
-        fast, plain = (statistics.median(column) for column in zip(*speeds, strict=True))
-        share = 100 * accepted / drafted if drafted else 0
+            now = [Measured(), Measured()]
+            for text, sampling in kind.cases:
+                sampling = replace(sampling, seed=seed, max_tokens=min(max_tokens, sampling.max_tokens or max_tokens))
+                for measured, engine in zip(now, engines, strict=True):
+                    await measured.add(engine, rendered(model, text), sampling)
+            ratios.append(now[0].pace / now[1].pace)
+            for total, measured in zip(both, now, strict=True):
+                total.tokens, total.seconds = total.tokens + measured.tokens, total.seconds + measured.seconds
+                total.drafted, total.accepted = total.drafted + measured.drafted, total.accepted + measured.accepted
+        fast, plain = both
+        share = 100 * fast.accepted / fast.drafted if fast.drafted else 0
         print(
             f"{kind.name}: {statistics.median(ratios):.2f} times ({min(ratios):.2f} to {max(ratios):.2f}), "
-            f"{fast:.0f} and {plain:.0f} tokens/s, {share:.0f}% of {drafted} drafted tokens accepted",
+            f"{fast.pace:.0f} and {plain.pace:.0f} tokens/s, {share:.0f}% of {fast.drafted} drafted tokens accepted",
             flush=True,
         )
 
@@ -140,20 +163,38 @@ async def main() -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--identical", type=int, default=0, help="compare so many sampled replies instead")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--shape", choices=("sprout", "0.6B"), default="sprout")
+    parser.add_argument("--max-tokens", type=int, default=700, help="of each reply")
     options = parser.parse_args()
-    engines = [
-        load(SPROUT, vocabulary=TOKENIZER.vocabulary, options=EngineOptions(speculate=drafts))
-        for drafts in (True, False)
-    ]
+    with tempfile.TemporaryDirectory() as folder:
+        engines = load_pair(SPROUT if options.shape == "sprout" else random_model(Path(folder), options.shape))
     model = Model(engines[0], load_format(SPROUT, TOKENIZER))
     try:
         if options.identical:
             return int(await compare_replies(model, engines, options.identical, options.seed) > 0)
-        await compare_speed(model, engines, options.rounds)
+        await compare_speed(model, engines, options.rounds, options.max_tokens)
         return 0
     finally:
         for engine in engines:
             await engine.close()
+
+
+def load_pair(folder: Path) -> list[LocalEngine]:
+    """The engine with drafts and the one without."""
+    options = [EngineOptions(speculate=drafts) for drafts in (True, False)]
+    return [load(folder, vocabulary=TOKENIZER.vocabulary, options=one) for one in options]
+
+
+def random_model(folder: Path, shape: str) -> Path:
+    """Weights in bfloat16, as models are published."""
+    from safetensors.torch import load_file, save_file
+
+    from benchmarks.peers import prepare
+
+    prepare(folder, shape=shape)
+    path = folder / "model.safetensors"
+    save_file({name: tensor.bfloat16() for name, tensor in load_file(path).items()}, path, {"format": "pt"})
+    return folder
 
 
 if __name__ == "__main__":

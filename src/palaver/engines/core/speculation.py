@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-NGRAM = 3
+NGRAM = 2
 """Tokens that must stand elsewhere in the text for those behind them to be a draft."""
 MAX_INDEXED = 16_384
 """Tokens of a prompt that are searched, the last ones."""
@@ -45,31 +45,32 @@ MAX_OUTLIER = 2.0
 
 
 class PassCosts:
-    """The seconds of passes by the number of their rows, each with the sampling of its first tokens."""
+    """The times of passes by what they compute, each with the sampling of its first tokens."""
 
     def __init__(self) -> None:
         self._plain: dict[int, float] = {}
-        self._drafting: dict[tuple[int, int], float] = {}
-        """By the number of sequences and of draft tokens: the cost of each of these, in tokens without drafts."""
+        """By the number of sequences: the seconds of a pass with one token of each."""
+        self._ratios: dict[int, dict[int, float]] = {}
+        """By the numbers of sequences and of draft tokens: the time of a pass with them over that of one without."""
 
     def record_plain(self, sequences: int, seconds: float) -> None:
         """A pass with one token of each sequence."""
         self._plain[sequences] = _average(self._plain.get(sequences, seconds), seconds)
 
     def record_drafting(self, sequences: int, drafted: int, seconds: float) -> float:
-        """A pass with so many draft tokens. Returns what each of them cost, in tokens that come without drafts."""
-        plain = self._plain.get(sequences, seconds)
-        key = sequences, drafted
-        extra = max(0.0, sequences * (seconds - plain) / (drafted * plain)) if plain else 0.0
-        self._drafting[key] = _average(self._drafting.get(key, self.extra(sequences, drafted)), extra)
-        return self._drafting[key]
+        """A pass with so many draft tokens. Returns what each of them costs, in tokens that come without drafts."""
+        ratio = min(1.0 + drafted, seconds / self._plain.get(sequences, seconds))
+        ratios = self._ratios.setdefault(sequences, {})
+        ratios[drafted] = _average(ratios.get(drafted, ratio), ratio)
+        return self.extra(sequences, drafted)
 
     def extra(self, sequences: int, drafted: int) -> float:
         """What each draft token is expected to cost: that of the pass of the nearest size."""
-        sizes = [size for count, size in self._drafting if count == sequences]
-        if not sizes:
+        ratios = self._ratios.get(sequences)
+        if not ratios:
             return GUESSED_EXTRA
-        return self._drafting[sequences, min(sizes, key=lambda size: abs(size - drafted))]
+        nearest = min(ratios, key=lambda size: abs(size - drafted))
+        return max(0.0, sequences * (ratios[nearest] - 1) / nearest)
 
 
 def _average(known: float, now: float) -> float:
