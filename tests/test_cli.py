@@ -33,6 +33,30 @@ def test_help_imports_nothing_heavy() -> None:
     assert "palaver" in run("--version").output
 
 
+def test_the_arguments_of_a_command_import_no_pydantic() -> None:
+    """An engine process starts once they are parsed: that must not wait for validators of parameters."""
+    code = """
+import sys, typer
+from palaver.cli import app
+command = typer.main.get_command(app)
+with command.make_context("palaver", ["ask"]) as context:
+    ask = command.get_command(context, "ask")
+    given = ask.make_context("ask", ["Hi", "--model", "it", "--device", "cpu", "--exact"]).params
+print("pydantic" in sys.modules, *(given[name] for name in ("question", "model", "exact", "set_", "think", "server")))
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.stdout == "False Hi it True () default None\n", result.stderr
+
+
+@pytest.mark.parametrize(
+    "wrong", [("--think", "perhaps"), ("--gpu-layers", "few"), ("--gpu-layers", "-1"), ("--model",), ("--what",)]
+)
+def test_wrong_arguments_are_refused(wrong: tuple[str, ...]) -> None:
+    result = run("ask", "Hi", *wrong)
+    assert result.exit_code == 2
+    assert wrong[0] in result.output
+
+
 def test_ask_prints_the_answer_on_stdout_and_thinking_on_stderr(tiny_model: Path) -> None:
     result = run("ask", "Hi", "-m", tiny_model, *SHORT)
     assert result.exit_code == 0, result.output

@@ -15,6 +15,7 @@ from palaver.commands.cluster import cluster
 from palaver.commands.formats import formats
 from palaver.commands.inspect import inspect
 from palaver.commands.models import models
+from palaver.commands.options import QuickCommand, QuickGroup
 from palaver.commands.prompts import prompts
 from palaver.commands.replay import replay
 from palaver.commands.serve import serve
@@ -23,25 +24,26 @@ from palaver.commands.tools import tools
 
 app = typer.Typer(
     name="palaver",
+    cls=QuickGroup,
     help=strings.PALAVER,
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-app.command(help=strings.CHAT)(chat)
-app.command(help=strings.ASK)(ask)
-app.command(help=strings.FILL)(fill)
-app.command(help=strings.CONVERSATIONS)(conversations)
-app.command(help=strings.DELETE)(delete)
-app.command(help=strings.UNDELETE)(undelete)
-app.command(help=strings.PURGE)(purge)
-app.command(help=strings.EXPORT)(export)
-app.command("import", help=strings.IMPORT)(import_)
-app.command(help=strings.BACKUP)(backup)
-app.command(help=strings.RESTORE)(restore)
-app.command(help=strings.REPLAY)(replay)
-app.command(help=strings.INSPECT)(inspect)
-app.command(help=strings.SERVE)(serve)
+app.command(help=strings.CHAT, cls=QuickCommand)(chat)
+app.command(help=strings.ASK, cls=QuickCommand)(ask)
+app.command(help=strings.FILL, cls=QuickCommand)(fill)
+app.command(help=strings.CONVERSATIONS, cls=QuickCommand)(conversations)
+app.command(help=strings.DELETE, cls=QuickCommand)(delete)
+app.command(help=strings.UNDELETE, cls=QuickCommand)(undelete)
+app.command(help=strings.PURGE, cls=QuickCommand)(purge)
+app.command(help=strings.EXPORT, cls=QuickCommand)(export)
+app.command("import", help=strings.IMPORT, cls=QuickCommand)(import_)
+app.command(help=strings.BACKUP, cls=QuickCommand)(backup)
+app.command(help=strings.RESTORE, cls=QuickCommand)(restore)
+app.command(help=strings.REPLAY, cls=QuickCommand)(replay)
+app.command(help=strings.INSPECT, cls=QuickCommand)(inspect)
+app.command(help=strings.SERVE, cls=QuickCommand)(serve)
 app.add_typer(prompts, name="prompts")
 app.add_typer(keys, name="keys")
 app.add_typer(formats, name="formats")

@@ -9,12 +9,13 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from enum import StrEnum
+from enum import Enum, StrEnum
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
+from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 
 from palaver.commands import strings
 from palaver.errors import BadParameter, PalaverError, RequestError
@@ -38,6 +39,49 @@ _MODEL_OPTIONS = (
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*([smh]?)")
 MAX_RUNNING = 1024
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
+
+
+class QuickCommand(TyperCommand):
+    """A command that builds no validators for parameters that need none.
+
+    typer builds one by pydantic for each parameter, given or not: a tenth of a second before the command begins."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        return [_quick_parameter(parameter) for parameter in super().get_params(ctx)]
+
+
+class QuickGroup(TyperGroup):
+    def get_params(self, ctx: Any) -> list[Any]:
+        return [_quick_parameter(parameter) for parameter in super().get_params(ctx)]
+
+
+class _QuickOption(TyperOption):
+    def process_value(self, ctx: Any, value: Any) -> Any:
+        return _keep_value(self, ctx, value) if _is_valid(self, value) else super().process_value(ctx, value)
+
+
+class _QuickArgument(TyperArgument):
+    def process_value(self, ctx: Any, value: Any) -> Any:
+        return _keep_value(self, ctx, value) if _is_valid(self, value) else super().process_value(ctx, value)
+
+
+def _quick_parameter(parameter: Any) -> Any:
+    """The same parameter, with another class."""
+    quick: dict[type, type] = {TyperOption: _QuickOption, TyperArgument: _QuickArgument}
+    parameter.__class__ = quick.get(type(parameter), type(parameter))
+    return parameter
+
+
+def _is_valid(parameter: TyperOption | TyperArgument, value: Any) -> bool:
+    """Whether nothing is to be checked: the parameter is not given, or takes any text."""
+    kind = parameter.type_descriptor.annotation
+    is_text = isinstance(kind, type) and issubclass(kind, str | Enum)
+    return not parameter.required and (value is None or (is_text and isinstance(value, kind)))
+
+
+def _keep_value(parameter: TyperOption | TyperArgument, ctx: Any, value: Any) -> Any:
+    kept = () if value is None and (parameter.multiple or parameter.nargs == -1) else value
+    return kept if parameter.callback is None else parameter.callback(ctx, parameter, kept)
 
 
 class ThinkingOption(StrEnum):
