@@ -17,6 +17,7 @@ pytest.importorskip("xllamacpp", reason="NOTHING IS SHOWN HERE: xllamacpp is not
 
 from palaver.engines.base import BY_BATCH, BY_CACHE, BY_TEXT, Fingerprint
 from palaver.engines.core.options import EngineOptions
+from palaver.engines.core.runner import ThreadCounts
 from palaver.engines.llamacpp import engine as engine_module
 from palaver.engines.llamacpp import metadata
 from palaver.engines.llamacpp.context import Aborted, Context
@@ -93,10 +94,14 @@ async def test_an_exact_reply_in_fixed_passes(opens: Opens, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("kind", ["q8_0", "f32", "f16", "bf16"])
-async def test_a_reply_is_the_same_beside_others(kind: str, tmp_path: Path, vocabulary: tuple[bytes, ...]) -> None:
-    """Its prompt is split into other chunks, and its tokens share their passes: the bits are those of a reply alone."""
+async def test_a_reply_is_the_same_beside_others(
+    kind: str, tmp_path: Path, vocabulary: tuple[bytes, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its prompt is split into other chunks, and its tokens share their passes: the bits are those of a reply alone,
+    also with more threads for long chunks."""
     path = convert_qwen3(resolve_folder("sprout"), tmp_path / "sprout.gguf", kind)
-    engine = load(path, vocabulary=vocabulary, options=EngineOptions(threads=1, context=512, max_running=4))
+    monkeypatch.setattr(ThreadCounts, "choose", lambda *_: ThreadCounts(1, 2))
+    engine = load(path, vocabulary=vocabulary, options=EngineOptions(context=512, max_running=4))
     if engine.info.exactness != BY_CACHE:
         pytest.skip(f"NOTHING IS SHOWN HERE: on this processor, bits {engine.info.exactness}")
     prompts = [prompt_of(f"{number} is the first of {number * 30} others " * 4, owner="a") for number in range(4)]
@@ -163,6 +168,38 @@ async def test_small_models_of_half_floats_have_a_pass_for_each_sequence(
         out = await run(engine, replace(continued(prompt, uncut.ids[:kept]), owner=f"lost {kept}"), SAMPLED)
         assert uncut.ids[:kept] + out.ids == uncut.ids
         assert passes == expected
+    await engine.close()
+
+
+async def test_contexts_of_sequences_are_opened_when_they_are_needed(
+    tmp_path: Path, vocabulary: tuple[bytes, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A start waits for one. The others are opened for requests at the same time, or while there are none."""
+    path = convert_qwen3(resolve_folder("sprout"), tmp_path / "sprout.gguf", "f16")
+    all_open, open_next = threading.Event(), Context.open_next
+    allowed = threading.Event()
+
+    def open_another(self: Context) -> bool:
+        another = allowed.is_set() and open_next(self)
+        if allowed.is_set() and not another:
+            all_open.set()
+        return another or not allowed.is_set()
+
+    monkeypatch.setattr(Context, "open_next", open_another)
+    engine = load(path, vocabulary=vocabulary, options=EngineOptions(threads=1, context=512, max_running=4))
+
+    def count() -> int:
+        return sum(place is not None for place in engine._context._places)
+
+    assert count() == 1
+    first = await run(engine, prompt_of("Hello."), GREEDY)
+    assert count() == 1
+    await asyncio.gather(*(run(engine, prompt_of(f"{number} is a number."), GREEDY) for number in range(2)))
+    assert count() == 3
+    allowed.set()
+    assert await asyncio.to_thread(all_open.wait, 60)
+    assert count() == 4
+    assert (await run(engine, prompt_of("Hello."), GREEDY)).ids == first.ids
     await engine.close()
 
 

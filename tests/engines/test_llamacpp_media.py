@@ -146,9 +146,9 @@ def evaluate(case: Case, text: str, items: list[Content], count: int, banned: li
     array = (c.c_void_p * len(bitmaps))(*bitmaps)
     assert not library.mtmd_tokenize(projector.pointer, chunks, c.byref(given), array, len(bitmaps))
     ids = [i for piece in projector._read_chunks(chunks) for i in piece.ids or [0] * piece.tokens]
-    at = number()
-    assert not evaluate_chunks(projector.pointer, context._pointers[0], chunks, 0, 0, 512, True, c.byref(at))
-    logits = np.ctypeslib.as_array(library.llama_get_logits_ith(context._pointers[0], -1), (context.vocabulary_size,))
+    at, pointer = number(), context._open(0).pointer
+    assert not evaluate_chunks(projector.pointer, pointer, chunks, 0, 0, 512, True, c.byref(at))
+    logits = np.ctypeslib.as_array(library.llama_get_logits_ith(pointer, -1), (context.vocabulary_size,))
     found: list[int] = []
     while True:
         logits[banned] = -np.inf

@@ -34,6 +34,9 @@ LONE_BATCH = 128
 """Tokens of one pass where each sequence has a context of its own, and so memory for its passes."""
 ROW_GROUP = 4
 """Rows that the kernels for quantised weights compute together. The rows that are left over are computed one by one."""
+PROMPT_ROWS = 24
+"""Tokens of one sequence in a pass from which on it gets the threads for prompts. The number of threads must not depend
+on other sequences, because some kernels round by it."""
 _SHIFT_BYTES = 8
 CELLS_MULTIPLE = 256
 """llama.cpp rounds the length of a context up to this."""
@@ -117,6 +120,8 @@ class ContextSettings:
     flash_attention: bool | None = None
     """None: llama.cpp decides."""
     threads: int = 1
+    prompt_threads: int = 1
+    """Of passes with many tokens of a sequence, whose threads don't wait for each other for most of the time."""
 
 
 class Context:
@@ -130,18 +135,34 @@ class Context:
         self.vocabulary_size = model.vocabulary_size
         self._abort_flag = c.create_string_buffer(2)
         self.closing = False
-        self._pointers = [self._open(model, settings) for _ in range(settings.sequences if settings.separate else 1)]
-        self._memories = [self._library.llama_get_memory(pointer) for pointer in self._pointers]
+        self._model = model
+        self._adapter = None if adapter is None else self._load_adapter(adapter)
+        self._places: list[_Place | None] = [None] * (settings.sequences if settings.separate else 1)
+        """The llama.cpp contexts, once they are used."""
         self._arrays = _BatchArrays(settings.sequences)
         self._shifts: dict[int, list[tuple[int, int]]] = {}
         """For sequences with media whose positions differ from the places of their tokens: the place behind each item,
         and what is added to a place from there on."""
-        self.max_tokens: int = self._library.llama_n_ctx_seq(self._pointers[0])
+        self.max_tokens: int = self._library.llama_n_ctx_seq(self._open(0).pointer)
         """Tokens that one sequence has room for."""
-        if adapter is not None:
-            self._apply_adapter(model, adapter)
 
-    def _open(self, model: LoadedModel, settings: ContextSettings) -> Any:
+    def open_next(self) -> bool:
+        """Opens one more llama.cpp context before it is needed, which takes some time. Returns False if all are."""
+        closed = next((number for number, place in enumerate(self._places) if place is None), None)
+        if closed is not None:
+            self._open(closed)
+        return closed is not None
+
+    def _open(self, number: int) -> _Place:
+        place = self._places[number]
+        if place is None:
+            pointer = self._init_pointer()
+            place = _Place(pointer, self._library.llama_get_memory(pointer), self.settings.threads)
+            self._places[number] = place
+        return place
+
+    def _init_pointer(self) -> Any:
+        settings = self.settings
         sequences = 1 if settings.separate else settings.sequences
         cells = settings.cells * sequences // settings.sequences
         params = self._library.llama_context_default_params()
@@ -156,21 +177,23 @@ class Context:
         params.abort_callback = c.cast(c.CDLL(None).strlen, c.c_void_p)  # no Python between the layers of a pass
         params.abort_callback_data = c.addressof(self._abort_flag)
         self._library.last_error = ""
-        pointer = self._library.llama_init_from_model(model.pointer, params)
+        pointer = self._library.llama_init_from_model(self._model.pointer, params)
         if not pointer:
             why = self._library.last_error or "no reason was given"
             raise ModelError(f"llama.cpp can't run the model with a cache of {cells:,} tokens ({why}).")
+        if self._adapter is not None:
+            adapters, scales = (c.c_void_p * 1)(self._adapter), (c.c_float * 1)(1.0)
+            if self._library.llama_set_adapters_lora(pointer, adapters, 1, scales):
+                self._library.llama_free(pointer)
+                raise BrokenModel(f"llama.cpp can't apply the adapter ({self._library.last_error}).")
         return pointer
 
-    def _apply_adapter(self, model: LoadedModel, adapter: Path) -> None:
+    def _load_adapter(self, adapter: Path) -> Any:
         self._library.last_error = ""
-        loaded = self._library.llama_adapter_lora_init(model.pointer, os.fsencode(adapter))
+        loaded = self._library.llama_adapter_lora_init(self._model.pointer, os.fsencode(adapter))
         if not loaded:
             raise BrokenModel(f"llama.cpp can't load the adapter {adapter.name} ({self._library.last_error}).")
-        adapters, scales = (c.c_void_p * 1)(loaded), (c.c_float * 1)(1.0)
-        for pointer in self._pointers:
-            if self._library.llama_set_adapters_lora(pointer, adapters, 1, scales):
-                raise BrokenModel(f"llama.cpp can't apply the adapter {adapter.name} ({self._library.last_error}).")
+        return loaded
 
     def abort(self) -> None:
         """Ends the pass that runs now, and every later one. For a context that is to be closed; from any thread."""
@@ -202,21 +225,23 @@ class Context:
         this pass; the others are not returned. Raises NoRoom, Aborted or EngineError.
         """
         wanted = 0 if not need_logits else len(chunks) if outputs is None else outputs
-        pointer, _, _ = self._locate(chunks[0][0])
+        sequence = chunks[0][0]
+        place, _ = self._locate(sequence)
         if self._shifts:
-            chunks = [(sequence, self._position(sequence, start), ids) for sequence, start, ids in chunks]
+            chunks = [(number, self._position(number, start), ids) for number, start, ids in chunks]
         if self.settings.separate:
-            assert all(sequence == chunks[0][0] for sequence, _, _ in chunks)
+            assert all(number == sequence for number, _, _ in chunks)
             chunks = [(0, start, ids) for _, start, ids in chunks]
         ends = self._arrays.fill(chunks, wanted, output_group)
         assert self._arrays.batch.n_tokens <= self.settings.max_batch
-        code = self._library.llama_decode(pointer, self._arrays.batch)
+        self._set_threads(place, max(len(ids) for _, _, ids in chunks))
+        code = self._library.llama_decode(place.pointer, self._arrays.batch)
         if code:
             raise _decode_error(code)
         logits = np.empty((wanted, self.vocabulary_size), np.float32)
         address, size = logits.ctypes.data, logits.itemsize * self.vocabulary_size
         for row, index in enumerate(ends[:wanted]):
-            source = self._library.llama_get_logits_ith(pointer, index)
+            source = self._library.llama_get_logits_ith(place.pointer, index)
             if not source:
                 raise EngineError("llama.cpp returned no logits.")
             c.memmove(address + row * size, source, size)
@@ -225,17 +250,25 @@ class Context:
     def decode_media(self, sequence: int, start: int, projector: int, piece: EncodedPiece) -> None:
         """Computes the tokens of an encoded item, whose first is at the place `start`. `projector`: the mtmd context.
         Raises NoRoom, Aborted or EngineError; some of the tokens may be in the cache then."""
-        pointer, _, number = self._locate(sequence)
+        place, number = self._locate(sequence)
         position, end, batch = self._position(sequence, start), c.c_int32(), self.settings.max_batch
         embeddings = c.c_void_p(piece.embeddings.ctypes.data)
+        self._set_threads(place, piece.tokens)
         code = self._library.mtmd_helper_decode_image_chunk(
-            projector, pointer, piece.chunk, embeddings, position, number, batch, c.byref(end), None, None
+            projector, place.pointer, piece.chunk, embeddings, position, number, batch, c.byref(end), None, None
         )
         if code:
             raise _decode_error(code)
-        place = start + piece.tokens
-        if end.value - place != position - start:
-            self._shifts.setdefault(sequence, []).append((place, end.value - place))
+        behind = start + piece.tokens
+        if end.value - behind != position - start:
+            self._shifts.setdefault(sequence, []).append((behind, end.value - behind))
+
+    def _set_threads(self, place: _Place, rows: int) -> None:
+        """For a pass with so many tokens of a sequence."""
+        threads = self.settings.prompt_threads if rows >= PROMPT_ROWS else self.settings.threads
+        if place.threads != threads:
+            place.threads = threads
+            self._library.llama_set_n_threads(place.pointer, threads, threads)
 
     def _position(self, sequence: int, place: int) -> int:
         """The position of the token at this place. They differ behind media with positions in several dimensions."""
@@ -244,9 +277,11 @@ class Context:
 
     def truncate(self, sequence: int, tokens: int) -> bool:
         """Removes all tokens after the first `tokens`. Returns False where the model's state can't be cut."""
-        _, memory, number = self._locate(sequence)
+        if not self._is_open(sequence):
+            return True
+        place, number = self._locate(sequence)
         position = self._position(sequence, tokens)
-        cut = bool(self._library.llama_memory_seq_rm(memory, number, position if tokens else -1, -1))
+        cut = bool(self._library.llama_memory_seq_rm(place.memory, number, position if tokens else -1, -1))
         if cut and sequence in self._shifts:
             self._set_shifts(sequence, [pair for pair in self._shifts[sequence] if pair[0] <= tokens])
         return cut
@@ -256,34 +291,36 @@ class Context:
         if self.settings.separate:
             self.restore(target, self.save(source))
             return
-        _, memory, number = self._locate(source)
-        self._library.llama_memory_seq_cp(memory, number, self._locate(target)[2], -1, -1)
+        place, number = self._locate(source)
+        self._library.llama_memory_seq_cp(place.memory, number, self._locate(target)[1], -1, -1)
         self._set_shifts(target, self._shifts.get(source, []))
 
     def length(self, sequence: int) -> int:
         """How many tokens a sequence has. While it ends inside of media, any number between their start and end."""
-        _, memory, number = self._locate(sequence)
-        positions = int(self._library.llama_memory_seq_pos_max(memory, number)) + 1
+        if not self._is_open(sequence):
+            return 0
+        place, number = self._locate(sequence)
+        positions = int(self._library.llama_memory_seq_pos_max(place.memory, number)) + 1
         shifts = reversed(self._shifts.get(sequence, ()))
         return positions - next((shift for end, shift in shifts if end + shift <= positions), 0)
 
     def save(self, sequence: int) -> Bytes:
         """The state of a sequence, as bytes for `restore`: the library's, the shifts, and how many these are."""
-        pointer, _, number = self._locate(sequence)
+        place, number = self._locate(sequence)
         shifts = self._shifts.get(sequence, [])
         trailer = np.array([*sum(shifts, ()), len(shifts)], np.int64).view(np.uint8)
-        size = self._library.llama_state_seq_get_size(pointer, number)
+        size = self._library.llama_state_seq_get_size(place.pointer, number)
         state = np.empty(size + trailer.nbytes, np.uint8)
-        written = self._library.llama_state_seq_get_data(pointer, _pointer(state), size, number)
+        written = self._library.llama_state_seq_get_data(place.pointer, _pointer(state), size, number)
         state[written : written + trailer.nbytes] = trailer
         return state[: written + trailer.nbytes]
 
     def restore(self, sequence: int, state: Bytes) -> bool:
         """Replaces a sequence by a saved state. Returns False if there is no room for it."""
-        pointer, _, number = self._locate(sequence)
+        place, number = self._locate(sequence)
         count = int.from_bytes(state[-_SHIFT_BYTES:].tobytes(), "little")
         size = state.nbytes - (2 * count + 1) * _SHIFT_BYTES
-        if not self._library.llama_state_seq_set_data(pointer, _pointer(state), size, number):
+        if not self._library.llama_state_seq_set_data(place.pointer, _pointer(state), size, number):
             return False
         pairs = np.frombuffer(state[size:-_SHIFT_BYTES].tobytes(), np.int64).reshape(count, 2).tolist()
         self._set_shifts(sequence, [(end, shift) for end, shift in pairs])
@@ -294,16 +331,30 @@ class Context:
         if shifts:
             self._shifts[sequence] = list(shifts)
 
-    def _locate(self, sequence: int) -> tuple[Any, Any, int]:
-        """The llama.cpp context of a sequence, its memory, and the number of the sequence there."""
+    def _is_open(self, sequence: int) -> bool:
+        """False for a sequence that never had a token."""
+        return not self.settings.separate or self._places[sequence] is not None
+
+    def _locate(self, sequence: int) -> tuple[_Place, int]:
+        """The llama.cpp context of a sequence, and the number of the sequence there."""
         assert 0 <= sequence < self.settings.sequences
-        place, number = (sequence, 0) if self.settings.separate else (0, sequence)
-        return self._pointers[place], self._memories[place], number
+        return (self._open(sequence), 0) if self.settings.separate else (self._open(0), sequence)
 
     def close(self) -> None:
-        for pointer in self._pointers:
-            self._library.llama_free(pointer)
-        self._pointers = []
+        for place in self._places:
+            if place is not None:
+                self._library.llama_free(place.pointer)
+        self._places = [None] * len(self._places)
+
+
+@dataclass(slots=True)
+class _Place:
+    """A context of llama.cpp."""
+
+    pointer: Any
+    memory: Any
+    threads: int
+    """At present."""
 
 
 class _BatchArrays:

@@ -154,7 +154,7 @@ class LlamaEngine(LocalEngine):
     ) -> None:
         media = None if projector is None else projector.cache
         super().__init__(
-            info, vocabulary, runner, limits, on_failure=on_failure, on_idle=runner.store_idle, media=media
+            info, vocabulary, runner, limits, on_failure=on_failure, on_idle=runner.use_idle_time, media=media
         )
         self._projector = projector
         self._close_runner = runner.close
@@ -240,6 +240,7 @@ class CachePlan:
             float32=options.exact,
             flash_attention=False if options.exact or (own_cells and not rounded) else None,
             threads=threads.small_pass,
+            prompt_threads=threads.large_pass,
         )
 
 
@@ -267,8 +268,7 @@ def _choose_passes(
         weaker = exactness == BY_TEXT and (mixture or not truncates)
         return passes, BY_CACHE if weaker else exactness
     if context.settings.separate:
-        lone = LonePasses(context, pads=truncates)
-        return lone, probe_company(context, lone) if truncates else BY_CACHE
+        return LonePasses(context, pads=truncates), BY_CACHE  # nothing else is in a pass
     if not on_cpu or not truncates or shared or metadata.is_rounded_by_batch(header):
         pads = on_cpu and truncates and not shared
         return SharedPasses(context, MAX_REPLAYED if on_cpu else 0, pads), BY_BATCH

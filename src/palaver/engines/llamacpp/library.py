@@ -216,6 +216,7 @@ _FUNCTIONS: Mapping[str, tuple[Any, tuple[Any, ...]]] = {
     "llama_model_n_swa": (_INT, (_POINTER,)),
     "llama_decode": (_INT, (_POINTER, Batch)),
     "llama_synchronize": (None, (_POINTER,)),
+    "llama_set_n_threads": (None, (_POINTER, _INT, _INT)),
     "llama_get_logits_ith": (c.POINTER(c.c_float), (_POINTER, _INT)),
     "llama_set_abort_callback": (None, (_POINTER, _POINTER, _POINTER)),
     "llama_memory_seq_rm": (c.c_bool, (_POINTER, _INT, _INT, _INT)),

@@ -289,7 +289,7 @@ def probe_groups(context: Context, group: int) -> bool:
         _clear(context)
 
 
-def probe_company(context: Context, passes: SteadyPasses | LonePasses) -> str:
+def probe_company(context: Context, passes: SteadyPasses) -> str:
     """Whether a generated token has the same bits alone and beside others: BY_CACHE or BY_BATCH.
 
     Few tokens, because every start of a model waits for it. Uses all sequences, which must be empty, and empties them.

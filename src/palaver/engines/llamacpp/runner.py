@@ -171,9 +171,9 @@ class LlamaRunner:
     def forget(self, conversation: str) -> None:
         self._cache.forget(conversation)
 
-    def store_idle(self) -> bool:
-        """Stores a state while there is nothing else to do. Returns False if there is none left."""
-        return self._cache.store_idle()
+    def use_idle_time(self) -> bool:
+        """Stores a state or opens a context while there is nothing else to do. Returns False if nothing is left."""
+        return self._cache.store_idle() or self._context.open_next()
 
     def close(self) -> None:
         """Stores what is not stored yet. Call after the last pass, before the context is closed."""
