@@ -1,6 +1,6 @@
 """Long runs: stop and continue under load with every engine, and many requests in bounded memory.
 
-    python benchmarks/engine_cycles.py [--engine NAME ...] [--exact] [--device cpu] [--gguf q8_0]
+    python benchmarks/engine_cycles.py [--engine NAME ...] [--exact] [--device cpu] [--gguf q8_0] [--threads 0]
                                        [--cycles 1000] [--requests 10000]
 
 Each reply of the embedded model is generated uncut first, alone; then again beside seven others, stopped at random
@@ -92,6 +92,7 @@ async def main() -> int:
     parser.add_argument("--exact", action="store_true", help="in the exact mode")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--gguf", default="f32", choices=FILE_TYPES, help="the weights of the GGUF file")
+    parser.add_argument("--threads", type=int, default=1, help="0: each engine decides itself")
     parser.add_argument("--cycles", type=int, default=1000)
     parser.add_argument("--requests", type=int, default=10_000, help="0 leaves them out")
     arguments = parser.parse_args()
@@ -99,7 +100,7 @@ async def main() -> int:
     failures: list[str] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        cases = EngineCases(folder, arguments.device, arguments.gguf)
+        cases = EngineCases(folder, arguments.device, arguments.gguf, arguments.threads or None)
         for engine in arguments.engine or NAMES:
             if reason := missing(engine):
                 print(f"left out: {engine}: {reason}", flush=True)

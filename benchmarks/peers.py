@@ -348,30 +348,39 @@ def question(number: int) -> dict[str, str]:
     return {"role": "user", "content": QUESTION.format(number)}
 
 
-async def one_stream(peer: Peer, round_: int) -> float:
+@dataclass(frozen=True)
+class Lengths:
+    """Tokens of replies."""
+
+    stream: int = TOKENS
+    turn: int = REPLY
+    """In a conversation."""
+
+
+async def one_stream(peer: Peer, round_: int, lengths: Lengths) -> float:
     """Tokens a second, from the request on."""
-    answer = await peer.ask([question(1000 + round_)], TOKENS)
+    answer = await peer.ask([question(1000 + round_)], lengths.stream)
     return answer.tokens / answer.seconds
 
 
-async def many_streams(peer: Peer, round_: int) -> float:
+async def many_streams(peer: Peer, round_: int, lengths: Lengths) -> float:
     questions = [[question(2000 + STREAMS * round_ + i)] for i in range(STREAMS)]
-    answers = await asyncio.gather(*(peer.ask(messages, TOKENS) for messages in questions))
+    answers = await asyncio.gather(*(peer.ask(messages, lengths.stream) for messages in questions))
     return sum(answer.tokens for answer in answers) / max(answer.seconds for answer in answers)
 
 
-async def late_turn(peer: Peer, round_: int) -> float:
+async def late_turn(peer: Peer, round_: int, lengths: Lengths) -> float:
     """Milliseconds to the first token of the last turn of a conversation."""
     messages: list[dict[str, str]] = []
     for turn in range(TURNS):
         messages.append(question(3000 + TURNS * round_ + turn))
-        answer = await peer.ask(messages, REPLY)
+        answer = await peer.ask(messages, lengths.turn)
         messages.append({"role": "assistant", "content": answer.text or "Well."})
     return answer.first * 1e3
 
 
 ONE, EIGHT, LATE = "one stream, tokens/s", "eight streams, tokens/s", "first token of turn 20, ms"
-MEASURES: dict[str, Callable[[Peer, int], Awaitable[float]]] = {
+MEASURES: dict[str, Callable[[Peer, int, Lengths], Awaitable[float]]] = {
     ONE: one_stream,
     EIGHT: many_streams,
     LATE: late_turn,
@@ -386,14 +395,14 @@ VLLM_BARS = {VLLM_EXACT: 0.7, VLLM_NATIVE: 0.9}
 """By peer: how many times as fast as vLLM's own server it must be, with eight streams."""
 
 
-async def measure(peers: Sequence[Peer], rounds: int) -> dict[str, dict[str, list[float]]]:
+async def measure(peers: Sequence[Peer], rounds: int, lengths: Lengths) -> dict[str, dict[str, list[float]]]:
     found: dict[str, dict[str, list[float]]] = {name: {peer.name: [] for peer in peers} for name in MEASURES}
     for peer in peers:
-        await one_stream(peer, rounds)  # whatever is done only once is done now
+        await one_stream(peer, rounds, lengths)  # whatever is done only once is done now
     for round_ in range(rounds):
         for name, take in MEASURES.items():
             for peer in peers:
-                found[name][peer.name].append(await take(peer, round_))
+                found[name][peer.name].append(await take(peer, round_, lengths))
                 print(f"round {round_ + 1}: {name}: {peer.name} {found[name][peer.name][-1]:.0f}", file=sys.stderr)
     return found
 
@@ -450,18 +459,21 @@ async def main() -> int:
     parser.add_argument("--gguf", choices=("f32", "f16", "q8_0", "q4_0"), default="f16")
     parser.add_argument("--shape", choices=("sprout", "0.6B"), default="sprout")
     parser.add_argument("--temperature", type=float, default=0.0, help="of all servers")
-    parser.add_argument("--keep", type=Path, help="leave the model in this folder")
+    parser.add_argument("--tokens", type=int, default=TOKENS, help="of each reply of the streams")
+    parser.add_argument("--reply", type=int, default=REPLY, help="tokens of each reply of the conversation")
+    parser.add_argument("--keep", type=Path, help="leave the model in this folder, or use the one there")
     arguments = parser.parse_args()
     async with AsyncExitStack() as stack:
         folder = arguments.keep or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         folder.mkdir(exist_ok=True)
-        prepare(folder, shape=arguments.shape)
+        if not (folder / "model.safetensors").is_file():
+            prepare(folder, shape=arguments.shape)
         torch.set_num_threads(arguments.threads)
         peers = await start_all(stack, folder, arguments)
         for peer in peers:
             if arguments.temperature and isinstance(peer, HttpPeer):
                 peer.draw(arguments.temperature)
-        found = await measure(peers, arguments.rounds)
+        found = await measure(peers, arguments.rounds, Lengths(arguments.tokens, arguments.reply))
         show(found)
         missed = behind(found, arguments.shape)
         print("\n" + "\n".join(missed), file=sys.stderr)

@@ -59,6 +59,8 @@ class EngineCases:
     device: str = "cpu"
     gguf_type: str = "f32"
     """The type of the weights in the GGUF file."""
+    threads: int | None = 1
+    """None: each engine decides itself."""
     sprout: Path = field(default_factory=lambda: resolve_folder("sprout"))
 
     @cached_property
@@ -89,8 +91,8 @@ class EngineCases:
         return self.format.render([user(text)], options=RenderOptions(thinking=thinking))
 
     def load(self, name: str, exact: bool = False) -> Engine:
-        """In this process, with one thread; vLLM in a process of its own."""
-        options = EngineOptions(exact=exact, threads=1, context=CONTEXT, max_running=RUNNING)
+        """In this process; vLLM in a process of its own."""
+        options = EngineOptions(exact=exact, threads=self.threads, context=CONTEXT, max_running=RUNNING)
         match name:
             case "torch":
                 from palaver.engines.torch import load as load_torch
