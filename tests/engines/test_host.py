@@ -21,7 +21,7 @@ import pytest
 from palaver.engines.base import Engine, EngineState
 from palaver.engines.host.child import LogFrames
 from palaver.engines.host.frames import EngineSpec, Frame, decode_frames, encode_frame
-from palaver.engines.host.process import ChildProcess, environment
+from palaver.engines.host.process import ChildProcess, environment, shorten_waits
 from palaver.engines.host.supervisor import MAX_DEATHS, HostedEngine
 from palaver.errors import (
     BadParameter,
@@ -241,8 +241,13 @@ def test_ctrl_c_during_the_imports_does_not_end_the_process() -> None:
 def test_a_users_own_settings_of_threads_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
     assert environment().keys() - os.environ.keys() == {"GOMP_SPINCOUNT"}
+    monkeypatch.setenv("GOMP_SPINCOUNT", environment()["GOMP_SPINCOUNT"])
+    shorten_waits()
+    assert os.environ["GOMP_SPINCOUNT"] == "2000"
     monkeypatch.setenv("GOMP_SPINCOUNT", "7")
+    shorten_waits()
     assert environment() == os.environ
+    assert os.environ["GOMP_SPINCOUNT"] == "7"
 
 
 async def test_a_text_that_cannot_be_sent_fails_its_request_alone(engine: HostedEngine) -> None:

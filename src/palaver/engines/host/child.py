@@ -11,7 +11,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Awaitable, Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -31,6 +31,7 @@ from palaver.engines.host.frames import (
     encode_frame,
     read_frame,
 )
+from palaver.engines.host.process import shorten_waits
 from palaver.errors import BrokenModel, EngineError, PalaverError
 from palaver.generation import MediaContent, MediaItem
 
@@ -84,6 +85,7 @@ def _load_folder(spec: EngineSpec, progress: LoadProgress) -> LocalEngine:
 
 
 def _load_llamacpp(spec: EngineSpec, progress: LoadProgress, weights: Weights | None) -> LocalEngine:
+    shorten_waits()
     from palaver.engines.llamacpp.engine import load
 
     def report(fraction: float) -> None:
@@ -270,8 +272,13 @@ class EngineHost:
     async def _load(self, frame: Frame) -> None:
         progress = LoadProgress()
         reporting = asyncio.create_task(self._report_progress(progress))
+        make = partial(make_engine, frame["spec"], progress, self._weights)
         try:
-            self._engine = await asyncio.to_thread(make_engine, frame["spec"], progress, self._weights)
+            if frame["spec"].engine == "llamacpp":  # other engines start processes, which end with the thread
+                with ThreadPoolExecutor(1) as loader:  # it ends, and its OpenMP threads no longer count as busy
+                    self._engine = await asyncio.get_running_loop().run_in_executor(loader, make)
+            else:
+                self._engine = await asyncio.to_thread(make)
         except Exception as error:
             traceback.print_exception(error)
             self._send({"failed": encode_error(_as_model_error(error))})
@@ -424,6 +431,7 @@ async def serve(descriptor: int, weights: Weights | None) -> None:
 def _load_weights(file: Path, weights: Weights) -> None:
     """Loads the weights of a GGUF file while the supervisor prepares the spec."""
     try:
+        shorten_waits()
         from palaver.engines.llamacpp.engine import load_weights
 
         weights.set_result(load_weights(file))

@@ -21,7 +21,9 @@ VLLM_PACKAGES = ("vllm", "torch", "pydantic", "numpy", "cachetools", "llguidance
 """What the engine imports in the environment of --engine-python. vLLM depends on all of it."""
 _LENGTHS = struct.Struct("!II")
 """As in `frames`, which can't be imported where packages are missing."""
-_THREAD_DEFAULTS = {"GOMP_SPINCOUNT": "20000"}
+SPIN_VARIABLE = "GOMP_SPINCOUNT"
+_SPINS, _LLAMACPP_SPINS = "20000", "2000"
+_THREAD_DEFAULTS = {SPIN_VARIABLE: _SPINS}
 """OpenMP threads spin for about a millisecond while they wait for the next pass. By default they spin much longer and
 keep the event loops, which deliver the tokens, from their cores."""
 _METADATA = "Metadata-Version: 2.1\nName: palaver-engine\nVersion: 0\n"
@@ -32,6 +34,13 @@ _PLUGIN = "[vllm.general_plugins]\npalaver = palaver.processes:exit_with_host\n"
 def environment() -> dict[str, str]:
     """The environment of the process: libraries read it when they load. The user's own settings take precedence."""
     return _THREAD_DEFAULTS | os.environ
+
+
+def shorten_waits() -> None:
+    """Call in the process before llama.cpp is loaded. Its threads wait for each other hundreds of times in a pass, for
+    some microseconds where each has a core. Where they don't, a long wait is in vain that often."""
+    if os.environ.get(SPIN_VARIABLE) == _SPINS:
+        os.environ[SPIN_VARIABLE] = _LLAMACPP_SPINS
 
 
 def check_foreign_python(descriptor: int) -> None:
