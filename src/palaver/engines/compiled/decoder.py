@@ -332,7 +332,6 @@ class CompiledRunner(SlotRunner[HostArray]):
 
     def _run_rows(self, rows: Rows) -> HostLogits:
         began = time.thread_time()
-        count = len(rows.array)
-        logits = self._decoder.run(rows, self._threads.for_compiled_pass(count, count * rows.max_position))
+        logits = self._decoder.run(rows, self._threads.for_pairs(len(rows.array) * rows.max_position))
         self.forward_seconds += time.thread_time() - began
         return HostLogits(logits)

@@ -19,8 +19,6 @@ SMALL_MODEL = 256 << 20
 """Bytes of float32 weights up to which more threads cost more than they gain."""
 LARGE_PASS_PAIRS = 40_000
 """Pairs of a query and a key from which more threads gain more than their synchronisation costs."""
-LARGE_PASS_ROWS, PAIRS_PER_ROW = 24, 250
-"""Rows from which they do in compiled steps, whose threads wait less, and the pairs that take as long as a row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +39,6 @@ class ThreadCounts:
     def for_pairs(self, pairs: int) -> int:
         """The count for a pass with so many pairs of a query and a key."""
         return self.small_pass if pairs < LARGE_PASS_PAIRS else self.large_pass
-
-    def for_compiled_pass(self, rows: int, pairs: int) -> int:
-        return self.small_pass if rows + pairs / PAIRS_PER_ROW < LARGE_PASS_ROWS else self.large_pass
 
 
 class UnsupportedModel(Exception):
