@@ -20,7 +20,6 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -28,7 +27,9 @@ import soundfile
 from PIL import Image
 
 from benchmarks.server import CHAT, server_process
+from palaver.models.resolver import resolve_folder
 from training import bars as text_bars
+from training import card
 from training.checks import Reply, right
 from training.conversations import Sample
 from training.evaluate import table
@@ -110,8 +111,8 @@ def text_messages(sample: Sample) -> list[Part]:
     return found
 
 
-def ask(url: str, messages: list[Part], sample: Sample) -> Reply:
-    body: Part = {"model": MODEL, "messages": messages, "temperature": 0, "max_tokens": 1500}
+def ask(url: str, model: str, messages: list[Part], sample: Sample) -> Reply:
+    body: Part = {"model": model, "messages": messages, "temperature": 0, "max_tokens": 1500}
     if sample.tools:
         body["tools"] = list(sample.tools)
     if not sample.thinks:
@@ -147,15 +148,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cases", type=int, default=20, help="cases of each bar with media")
     parser.add_argument("--text-cases", type=int, default=20, help="cases of each bar of text")
+    parser.add_argument("--model", default=MODEL, help="Sprout answers text only: --cases 0")
     parser.add_argument("--seed", type=int, default=21)
     parser.add_argument("--bar", default="", help="only bars whose name contains this")
-    parser.add_argument("--json", type=Path, default=None, help="where to write the figures")
+    parser.add_argument("--card", action="store_true", help="write the figures into the model's card")
     given = parser.parse_args()
     rows: list[dict[str, Any]] = []
-    with server_process("--model", MODEL) as server, ThreadPoolExecutor(STREAMS) as streams:
+    with server_process("--model", given.model) as server, ThreadPoolExecutor(STREAMS) as streams:
         for name, wanted, cases in all_cases(given):
             samples, messages = [sample for sample, _ in cases], [asked for _, asked in cases]
-            replies = streams.map(ask, itertools.repeat(server.url), messages, samples)
+            where, model = itertools.repeat(server.url), itertools.repeat(given.model)
+            replies = streams.map(ask, where, model, messages, samples)
             found = [
                 sample.expect is not None and right(reply, sample.expect)
                 for sample, reply in zip(samples, replies, strict=True)
@@ -168,9 +171,8 @@ def main() -> int:
         wanted = sum(row["wanted"] * row["of"] for row in text) / total["of"]
         rows.append({"bar": "text abilities together", "sampling": "greedy", **total, "wanted": wanted})
         print(table(rows[-1:]), flush=True)
-    if given.json:
-        shown = {"seed": given.seed, "cases": given.cases, "text_cases": given.text_cases, "figures": rows}
-        given.json.write_text(json.dumps(shown, ensure_ascii=False, indent=1) + "\n")
+    if given.card:
+        card.fill(resolve_folder(given.model) / "README.md", {"figures": rows}, "served")
     return int(any(row["wanted"] is not None and row["right"] < row["wanted"] * row["of"] for row in rows))
 
 

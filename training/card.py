@@ -5,14 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
+FIGURES = "figures"
 
 
-def fill(path: Path, evaluation: dict[str, Any]) -> None:
+def fill(path: Path, evaluation: dict[str, Any], name: str = FIGURES) -> None:
+    """Writes the table between the marks of this name."""
+    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
     text = path.read_text()
-    before, rest = text.split(BEGIN)
-    after = rest.split(END)[1]
-    path.write_text(before + BEGIN + "\n" + markdown(evaluation) + "\n" + END + after)
+    before, rest = text.split(begin)
+    after = rest.split(end)[1]
+    path.write_text(before + begin + "\n" + markdown(evaluation) + "\n" + end + after)
 
 
 def markdown(evaluation: dict[str, Any]) -> str:
