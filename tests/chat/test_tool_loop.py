@@ -29,10 +29,13 @@ from tests.chat.tool_service import (
     next_reply,
     open_tools,
     question,
+    reciting_model,
     send,
     wait_for_round,
 )
 from tests.chat.tool_stops import measure_stops
+from tests.formats.families import FAMILIES, Family
+from tests.formats.variations import GOES_ON, VARIATIONS
 from tests.store.factories import SETTINGS
 from tests.tools import misbehaving_server
 
@@ -365,3 +368,48 @@ async def test_without_tool_servers_calls_are_the_clients(chat: Chat) -> None:
     assert reply.reply is not None
     assert reply.reply.status is ReplyStatus.DONE
     assert await chat.tool_round(reply.id) is None
+
+
+CALL = '<tool_call>\n{"name": "unchanged", "arguments": {}}\n</tool_call>'
+CHANNEL = "<|channel|>analysis<|message|>"
+IN_THOUGHTS = {
+    "in the channel of thoughts": (
+        FAMILIES["typed headers"],
+        "<|call|>",
+        f"{CHANNEL}I look.<|end|><|start|>assistant"
+        "<|channel|>analysis to=functions.unchanged json<|message|>{}<|call|>",
+        f"{CHANNEL}As always, then.<|end|><|start|>assistant<|channel|>final<|message|>It is.<|return|>",
+    ),
+    "in a thought that is not closed": (
+        VARIATIONS["calls in tags follow a thought that is not closed"],
+        "<|result|>",
+        f"<think>\nI look.\n{CALL}<|done|>",
+        "<think>\nAs always, then.\n</think>\n\nIt is.<|done|>",
+    ),
+    "in a thought that goes on": (
+        VARIATIONS[GOES_ON],
+        "<|result|>",
+        f"<think>\nI look.\n{CALL}<|done|>",
+        "As always, then.\n</think>\n\nIt is.<|done|>",
+    ),
+}
+
+
+@pytest.mark.parametrize(("family", "marker", "calls", "answers"), IN_THOUGHTS.values(), ids=IN_THOUGHTS)
+async def test_a_call_inside_a_thought_runs_and_the_thought_goes_on(
+    family: Family, marker: str, calls: str, answers: str, tmp_path: Path
+) -> None:
+    async with open_tools(tmp_path, model=reciting_model(family, marker, calls, answers)) as service:
+        chat = service.chat(service.store.users.ensure().id)
+        reply = await send(chat, [])
+        round = await wait_for_round(chat, reply.id)
+        assert [call.name for call in round.calls] == ["bad__unchanged"]
+        called = await chat.message(reply.id)
+        assert (called.thinking.strip(), called.text) == ("I look.", "")
+        await chat.decide_calls(reply.id, approve(round))
+        following = await next_reply(chat, round)
+        assert (following.thinking.strip(), following.text) == ("As always, then.", "It is.")
+        path = await chat.path(following.id)
+        assert results(path) == ["as always"]
+        again = await chat.send_message(path[0].conversation_id, following.id, user("Again?"))  # as history, too
+        assert (await finished(chat, again.reply.id)).text.endswith("It is.")

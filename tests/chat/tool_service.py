@@ -29,7 +29,7 @@ from palaver.store import StoredMessage, open_store
 from palaver.store.tool_rounds import UNDECIDED, RoundState, ToolRound
 from palaver.tools.config import ServerConfig
 from palaver.tools.toolbox import OperatorServers, Toolbox
-from tests.formats.families import FAMILIES, STRINGS, TURNS
+from tests.formats.families import FAMILIES, STRINGS, TURNS, Family
 from tests.scripted_engine import Script, ScriptedEngine
 from tests.tiny import byte_level
 from tests.tools import misbehaving_server
@@ -47,6 +47,26 @@ class CallingEngine(ScriptedEngine):
         rounds = json.loads(question.partition("<|done|>")[0])
         done = len(replies) - 1
         return [*_spoken(rounds[done] if done < len(rounds) else []), TOKENIZER.control["<|done|>"]]
+
+
+class RecitingEngine(ScriptedEngine):
+    """Its replies in the order of a loop: one after the user's message, one after each round of calls."""
+
+    replies: tuple[list[int], ...] = ()
+    result_marker: int = 0
+
+    def choose_script(self, prompt: Prompt, own_ids: list[int]) -> Script:
+        return self.replies[list(prompt.context_ids).count(self.result_marker)]
+
+
+def reciting_model(family: Family, result_marker: str, *replies: str) -> Model:
+    """A model of this format that replies as told, each reply after one more result."""
+    tokenizer = FastTokenizer(byte_level(special=(*family.turns, *family.markers), added=()))
+    format = TemplateFormat(Template(family.source), tokenizer, family.strings)
+    engine = RecitingEngine([[0]], tokenizer.vocabulary, context_length=16_384)
+    engine.replies = tuple(tokenizer.encode(format._runs(text)) for text in replies)
+    engine.result_marker = tokenizer.control[result_marker]
+    return Model(engine, format, "calling", tokenizer.fingerprint, tokenizer.vocabulary)
 
 
 def _spoken(calls: list[tuple[str, dict[str, Any]]]) -> list[int]:
@@ -82,9 +102,10 @@ async def open_tools(
     *servers: ServerConfig,
     resume: bool = False,
     limits: LoopLimits | None = None,
+    model: Model | None = None,
 ) -> AsyncIterator[Service]:
     async def load(name: str, report: ReportProgress) -> Model:
-        return make_model(name)
+        return model or make_model(name)
 
     store = await asyncio.to_thread(open_store, folder)
     models = ModelPool(load, ("calling",))

@@ -12,13 +12,13 @@ import pytest
 from palaver.commands.format_trials import Roundtrip
 from palaver.events import fold
 from palaver.formats.base import RenderOptions
-from palaver.messages import Message, Role, ToolCall, user
+from palaver.messages import Message, Role, Text, Thinking, ToolCall, tool, user
 from palaver.phases import Phase
-from tests.formats.families import Family, Kind, ids
+from tests.formats.families import TOOLS, Family, Kind, ids
 from tests.formats.families import make_format as make_uncached
 from tests.formats.test_families import cut, meaning, read, replies
 from tests.formats.test_unseen import facts_without_evidence
-from tests.formats.variations import PYTHON_ARGUMENTS, VARIATIONS
+from tests.formats.variations import GOES_ON, PYTHON_ARGUMENTS, VARIATIONS
 
 EACH = pytest.mark.parametrize("family", VARIATIONS.values(), ids=lambda family: family.name)
 make_format = cache(make_uncached)
@@ -77,3 +77,17 @@ def test_arguments_of_python_calls_are_continued_as_the_template_writes_them(nam
     )
     known = VARIATIONS[name].replies[0].text.removesuffix("]<|/calls|>")
     assert written == f"{known}, now(utc={'true' if 'flag=true' in known else 'True'}, zone="
+
+
+def test_a_thought_in_which_tools_were_called_goes_on_if_the_template_writes_it_so() -> None:
+    """A template that opens the next thought anew leaves that to the model; one that does not says that it is open."""
+    call = ToolCall("1", "look_up", '{"word": "x"}')
+    messages = [user("q"), Message(Role.ASSISTANT, (Thinking("a"), call)), tool("1", "found", "look_up")]
+    for name, expected in {
+        GOES_ON: Phase.THINKING,
+        "calls in tags follow a thought that is not closed": Phase.ANSWER,
+    }.items():
+        format, _ = make_format(VARIATIONS[name], Kind.ADDED)
+        phases = format.render(messages, TOOLS).phases
+        assert phases.states[phases.start].phase is expected
+        assert format.render([*messages, Message(Role.ASSISTANT, (Text("b"),)), user("r")], TOOLS).phases.start == 0

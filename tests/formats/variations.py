@@ -106,11 +106,15 @@ def _unpaired_markers() -> list[Family]:
     ]
 
 
+GOES_ON = "a thought goes on after the result of a call"
+
+
 def _calls_in_thoughts() -> list[Family]:
     tags = ("<think>", "</think>", "<tool_call>", "</tool_call>")
     special = ("<think>", "</think>", "<|calls|>", "<|call|>", "<|args|>", "<|/calls|>")
     closed = thought("<think>\\n", "\\n</think>\\n\\n")
     unclosed = "{%- if m.reasoning_content %}{{- '<think>\\n' + m.reasoning_content }}"
+    after_result = "messages[loop.index0 - 1].role == 'tool'"
     unclosed += "{%- if not m.tool_calls %}{{- '\\n</think>\\n\\n' }}{%- endif %}{%- endif %}"
     return [
         Family(
@@ -138,6 +142,14 @@ def _calls_in_thoughts() -> list[Family]:
         Family(
             "calls in tags follow a thought that is not closed",
             framed(_JSON_CALLS, unclosed),
+            tags,
+            (Case(f"<think>\na\n{_TAGGED}", "a", calls=TWO), Case("<think>\na\n</think>\n\nb", "a", "b")),
+            calls="json_calls",
+            reasoning="reasoning_content",
+        ),
+        Family(
+            GOES_ON,
+            framed(_JSON_CALLS, unclosed.replace("'<think>\\n'", f"('' if {after_result} else '<think>\\n')")),
             tags,
             (Case(f"<think>\na\n{_TAGGED}", "a", calls=TWO), Case("<think>\na\n</think>\n\nb", "a", "b")),
             calls="json_calls",

@@ -373,7 +373,24 @@ class TemplateFormat:
         opening = text[len(before) :] if before and text.startswith(before) else ""
         if not opening:  # the template always writes the generation prompt
             opening = text[text.rfind(self.facts.header) :] if self.facts.header else ""
-        return Phase.THINKING if opening.rfind(thinking.opener) > opening.rfind(thinking.closer) else Phase.ANSWER
+        if thinking.opener in opening or thinking.closer in opening:
+            return Phase.THINKING if opening.rfind(thinking.opener) > opening.rfind(thinking.closer) else Phase.ANSWER
+        return Phase.THINKING if self._thought_goes_on(before, variables, now) else Phase.ANSWER
+
+    def _thought_goes_on(self, before: str, variables: Mapping[str, Any], now: datetime | None) -> bool:
+        """Whether the reply goes on with the thought in which the last one called tools: the template would write its
+        thought without an opening marker, but close it."""
+        thinking, field = self.facts.thinking, self.facts.reasoning_field
+        messages = variables["messages"]
+        if thinking is None or field in (None, "content") or not self.facts.calls_in_thought or not before:
+            return False
+        if messages[-1]["role"] != Role.TOOL:
+            return False
+        reply = {"role": str(Role.ASSISTANT), "content": ANSWER, field: THOUGHT}
+        written = self._without_generation_prompt({**variables, "messages": [*messages, reply]}, now)
+        opening, thought, rest = written[len(before) :].partition(THOUGHT)
+        is_open = bool(thought) and written.startswith(before) and thinking.opener not in opening
+        return is_open and thinking.closer in rest.partition(ANSWER)[0]
 
     def _runs(self, text: str, mark: str = "") -> Iterator[Run]:
         """Splits the text into control tokens and plain text; escape marks are removed."""
