@@ -37,6 +37,9 @@ def test_a_draft_forms_settles_and_can_be_scrubbed(page: Page, drafting: Served)
     slider.fill("0")
     expect(reply.get_by_text(re.compile(r"^Step 1 of \d+, after 0 tokens"))).to_be_visible()
     expect(draft.locator(".masked").first).to_be_visible()
+    page.reload()
+    act(ended(page), "Steps")  # the tab keeps them
+    expect(reply.get_by_role("slider", name="Step")).to_be_visible()
 
 
 def test_a_stopped_reply_shows_its_unfinished_block_and_goes_on(page: Page, drafting: Served) -> None:
