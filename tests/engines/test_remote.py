@@ -211,4 +211,9 @@ def test_folders_of_the_tokenizer_are_enough(cases: EngineCases, llama_url: str,
         (tmp_path / path.name).write_bytes(path.read_bytes())
     engine = load(tmp_path, address=f"llamacpp+{llama_url}", vocabulary=cases.vocabulary)
     assert engine.info.end_ids
+    assert Capability.MEDIA not in engine.info.lacks
+    asyncio.run(engine.close())
+    (tmp_path / "processor_config.json").write_text("{}")
+    engine = load(tmp_path, address=f"llamacpp+{llama_url}", vocabulary=cases.vocabulary)
+    assert engine.info.lacks[Capability.MEDIA] == "only token ids are sent to a server elsewhere"
     asyncio.run(engine.close())

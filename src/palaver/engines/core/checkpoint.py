@@ -138,3 +138,11 @@ def _header(path: Path) -> dict[str, StoredTensor]:
 def _stored_tensor(path: Path, start: int, entry: dict[str, Any]) -> StoredTensor:
     first, end = entry["data_offsets"]
     return StoredTensor(path, start + first, entry["dtype"], tuple(entry["shape"]), end - first)
+
+
+PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
+
+
+def has_processor(folder: Path) -> bool:
+    """Whether the model's files describe a processor for media."""
+    return any((folder / name).is_file() for name in PROCESSOR_FILES)

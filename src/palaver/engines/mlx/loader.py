@@ -14,12 +14,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
-from palaver.engines.core.checkpoint import Checkpoint, read_json
+from palaver.engines.core.checkpoint import Checkpoint, has_processor, read_json
 from palaver.errors import BadParameter, BrokenModel, UnsafeWeights, UnsupportedContent
 
 INSTALL = "pip install 'palaver[mlx]'"
 INSTALL_VISION = "pip install 'palaver[mlx-vision]'"
-PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 MAX_HEADER = 100_000_000
 
 
@@ -44,8 +43,8 @@ def is_installed() -> bool:
 
 def sees_pictures(checkpoint: Checkpoint) -> bool:
     """Whether the folder holds a model with an encoder for pictures, and the settings of its processor."""
-    has_processor = any((checkpoint.folder / name).is_file() for name in PROCESSOR_FILES)
-    return isinstance(thinker_config(checkpoint.config).get("vision_config"), Mapping) and has_processor
+    sees = isinstance(thinker_config(checkpoint.config).get("vision_config"), Mapping)
+    return sees and has_processor(checkpoint.folder)
 
 
 def thinker_config(config: Mapping[str, Any]) -> Mapping[str, Any]:

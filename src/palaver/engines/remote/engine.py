@@ -18,7 +18,7 @@ from palaver.engines.base import (
     EngineInfo,
     Fingerprint,
 )
-from palaver.engines.core.checkpoint import read_json
+from palaver.engines.core.checkpoint import has_processor, read_json
 from palaver.engines.core.decoder_config import generation_settings
 from palaver.engines.core.token_stream import TokenRequest, TokenStreamEngine
 from palaver.engines.llamacpp.metadata import end_ids as gguf_end_ids
@@ -115,6 +115,8 @@ def describe(
         capability: why.replace("vLLM's own sampler", "its sampler") for capability, why in native_lacks(False).items()
     }
     lacks[Capability.EXACT_CONTINUATION] = "its sampler may draw anew after a stop; greedy replies continue exactly"
+    if model.is_dir() and has_processor(model):
+        lacks[Capability.MEDIA] = "only token ids are sent to a server elsewhere"
     if not facts.isolates_owners:
         lacks[Capability.OWNER_ISOLATION] = "the server's cache of prompts has no owners"
     return EngineInfo(

@@ -18,6 +18,7 @@ from transformers.utils import logging as library_logging
 import palaver.engines.core.checkpoint as core_checkpoint
 from palaver.engines.core import decoder_config
 from palaver.engines.core.checkpoint import Checkpoint
+from palaver.engines.core.checkpoint import has_processor as has_processor
 from palaver.engines.torch.devices import is_dequantized, quantization_config, quantization_method
 from palaver.errors import BrokenModel, UnsafeCode, UnsafeWeights
 from palaver.sampling import Sampling
@@ -84,14 +85,6 @@ def _model_class(folder: Path) -> Any:
     kind = config.model_type if thinker is None else thinker.model_type
     found = getattr(transformers, names[kind], None) if kind in names else None
     return AutoModelForCausalLM if found is None else found
-
-
-PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
-
-
-def has_processor(folder: Path) -> bool:
-    """Whether the model's files describe a processor for media."""
-    return any((folder / name).is_file() for name in PROCESSOR_FILES)
 
 
 def _bitsandbytes_config(four_bits: bool, dtype: torch.dtype) -> BitsAndBytesConfig:

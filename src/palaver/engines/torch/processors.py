@@ -24,8 +24,9 @@ from transformers.models.auto.processing_auto import (
 )
 from transformers.models.voxtral.processing_voxtral import VoxtralProcessor, VoxtralProcessorKwargs
 
+from palaver.engines.core.checkpoint import PROCESSOR_FILES
 from palaver.engines.torch import image_functions
-from palaver.engines.torch.loader import PROCESSOR_FILES, quiet
+from palaver.engines.torch.loader import quiet
 from palaver.errors import BrokenModel
 
 FRAMES_PER_TOKEN = 8
