@@ -44,7 +44,8 @@ class UniformStream:
 
     def __init__(self, seed: int, choice: int, stream: int = 0) -> None:
         self._stream = stream
-        self._state = _mix(_mix(seed & MASK_64) ^ _mix((choice + GOLDEN) & MASK_64))
+        self.state = _mix(_mix(seed & MASK_64) ^ _mix((choice + GOLDEN) & MASK_64))
+        """What the seed and the choice come to. A number follows from it and the position."""
         self._start = 0
         self._numbers: Sequence[float] = ()
 
@@ -57,7 +58,7 @@ class UniformStream:
     def _compute(self, start: int) -> list[float]:
         with np.errstate(over="ignore"):
             positions = np.arange(start, start + BUFFERED, dtype=np.uint64) + np.uint64(2 * GOLDEN & MASK_64)
-            states = _mix_all(np.uint64(self._state) ^ _mix_all(positions))
+            states = _mix_all(np.uint64(self.state) ^ _mix_all(positions))
             if self._stream:
                 states = _mix_all(states ^ np.uint64(_mix((self._stream + 3 * GOLDEN) & MASK_64)))
         numbers: list[float] = ((states >> np.uint64(11)) * 2.0**-53).tolist()
@@ -240,6 +241,11 @@ class LogitsProcessor:
     def uniform(self) -> float:
         """The random number of the next token."""
         return self._uniforms[len(self.reply.token_ids)]
+
+    @property
+    def uniform_state(self) -> int:
+        """The state from which `uniform` follows by position."""
+        return self._uniforms.state
 
     def xtc_uniform(self) -> float:
         """The random number that decides whether XTC applies to the next token."""

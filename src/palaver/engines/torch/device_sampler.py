@@ -115,13 +115,26 @@ def sample_on_device(
         return found
     settings = np.array([_kernel_settings(processor, kernels.MAX_TOP_K) for processor in processors], dtype=np.float64)
     results = kernels.sample_rows(logits, scores, to_device(settings, logits.device))
-    table = _start_copy(results)
-    if next_pass is not None and all(_is_decided_by_kernel(processor, kernels.MAX_TOP_K) for processor in processors):
+    table = start_copy(results)
+    if next_pass is not None and all(is_decided_by_kernel(processor, kernels.MAX_TOP_K) for processor in processors):
         next_pass.start(results[:, kernels.TOKEN].long())
     else:
         next_pass = None
+    return steps_from_results(table(), logits, scores, processors, kernels, next_pass)
+
+
+def steps_from_results(
+    table: Array,
+    logits: Tensor,
+    scores: Tensor,
+    processors: Sequence[LogitsProcessor],
+    kernels: ModuleType,
+    next_pass: NextPass | None,
+) -> list[SampledStep]:
+    """What the kernels decided, and the rest by torch's operations. `next_pass` runs already with the kernels' tokens:
+    the rows that get another one are dropped from it."""
     steps: list[SampledStep] = []
-    for row, step in enumerate(_read_results(table(), processors, kernels)):
+    for row, step in enumerate(_read_results(table, processors, kernels)):
         if step is None:
             if next_pass is not None:
                 next_pass.drop(row)
@@ -138,7 +151,7 @@ def _drop_failed(steps: Sequence[SampledStep], next_pass: NextPass) -> None:
             next_pass.drop(row)
 
 
-def _start_copy(results: Tensor) -> Callable[[], Array]:
+def start_copy(results: Tensor) -> Callable[[], Array]:
     """Starts the copy to the host; the function that is returned waits for it, and for nothing that starts later."""
     if results.device.type != "cuda":
         return results.numpy
@@ -154,7 +167,7 @@ def _start_copy(results: Tensor) -> Callable[[], Array]:
     return wait
 
 
-def _is_decided_by_kernel(processor: LogitsProcessor, max_top_k: int) -> bool:
+def is_decided_by_kernel(processor: LogitsProcessor, max_top_k: int) -> bool:
     """The kernels know temperature, top_k up to a limit, top_p and min_p."""
     sampling = processor.sampling
     rare = sampling.typical_p < 1 or sampling.top_a > 0 or sampling.dynatemp_range > 0 or sampling.xtc_probability > 0
@@ -175,7 +188,7 @@ def _read_results(table: Array, processors: Sequence[LogitsProcessor], kernels: 
     columns = batch.table[:, [kernels.TOKEN, kernels.LOGPROB, kernels.STATUS]].tolist()
     steps: list[SampledStep | None] = []
     for row, ((token_id, logprob, status), processor) in enumerate(zip(columns, processors, strict=True)):
-        if status == kernels.UNDECIDED or not _is_decided_by_kernel(processor, kernels.MAX_TOP_K):
+        if status == kernels.UNDECIDED or not is_decided_by_kernel(processor, kernels.MAX_TOP_K):
             steps.append(None)
             continue
         score = -math.inf if status == kernels.NONE_LEFT else 0.0

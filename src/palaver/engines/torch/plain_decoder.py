@@ -273,9 +273,14 @@ def _norm(module: Any) -> RMSNorm:
     return RMSNorm(module.weight, module.variance_epsilon)
 
 
+def transpose_weights(weight: Tensor) -> Tensor:
+    """[out, in] to [in, out]: on the CPU a copy; on accelerators a view, as their kernels read weights as they are."""
+    return weight.t().contiguous() if weight.device.type == "cpu" else weight.t()
+
+
 def _concatenate(*modules: nn.Linear, share: bool = True) -> Linear:
     """One matrix for all modules, whose own weights become views of it: the memory is not doubled."""
-    weight = torch.cat([module.weight for module in modules]).t().contiguous()
+    weight = transpose_weights(torch.cat([module.weight for module in modules]))
     biases = [module.bias for module in modules]
     if any(b is None for b in biases) and not all(b is None for b in biases):
         raise UnsupportedModel("some of its projections have a bias and some have none")
