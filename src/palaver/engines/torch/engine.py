@@ -44,6 +44,7 @@ from palaver.engines.torch.devices import (
     pick_dtype,
 )
 from palaver.engines.torch.forward_probe import (
+    CUDA_KERNELS,
     FEW_OPERATIONS,
     LENGTH,
     PROBE_BYTES,
@@ -53,7 +54,7 @@ from palaver.engines.torch.forward_probe import (
     max_difference,
     probe_ids,
 )
-from palaver.engines.torch.model_runner import Forward, TorchRunner, probe_exactness
+from palaver.engines.torch.model_runner import Forward, TorchRunner, pick_step_runner, probe_exactness
 from palaver.engines.torch.plain_decoder import (
     DecoderLayer,
     FusedDecoder,
@@ -65,6 +66,7 @@ from palaver.engines.torch.plain_decoder import (
     build_layer,
     compile_decoder,
     norm_heads,
+    transpose_weights,
 )
 from palaver.errors import BrokenModel, CantCompile, UnknownModel
 from palaver.memory import give_back_unused
@@ -118,7 +120,8 @@ def _thread_context(threads: TorchThreads, on_host: bool) -> Callable[[], Abstra
 
 def _fingerprint(info: EngineInfo) -> Fingerprint:
     device = torch.device(info.device)
-    runner = "fused" if info.steps.startswith(FEW_OPERATIONS) else "library"
+    runners = {FEW_OPERATIONS: "fused", CUDA_KERNELS: "kernels-1"}
+    runner = next((name for steps, name in runners.items() if info.steps.startswith(steps)), "library")
     unit = torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
     build, sampler = f"torch-{torch.__version__}-{unit}", f"sampler-{sampler_version(device)}"
     return Fingerprint(runner, build, device.type, info.dtype, EXACTNESS_LABELS[info.exactness], sampler)
@@ -255,14 +258,18 @@ class _RunnerPicker:
                 steps = explain_not_compiled(library, steps, error)
         check_required(self._options, steps)
         decoder = FusedDecoder(self._parts)
+        if layout.device.type == "cuda":
+            # cuDNN builds a plan for every new pair of lengths: 20 ms each, and memory that is never freed
+            torch.backends.cuda.enable_cudnn_sdp(False)
+        own = pick_step_runner(self._parts, decoder, layout, cache_limit, self._threads, self._options, self._ids)
+        if own is not None:
+            return own[0], CUDA_KERNELS, own[1]
         if self._options.exact:
             with self._threads.applied():
                 passes, exactness = probe_exactness(decoder, layout, self._ids, may_pack=True)
             return TorchRunner(decoder, layout, cache_limit, context_length, self._threads, passes), steps, exactness
         forward: Forward = decoder
         if layout.device.type == "cuda":
-            # cuDNN builds a plan for every new pair of lengths: 20 ms each, and memory that is never freed
-            torch.backends.cuda.enable_cudnn_sdp(False)
             forward, steps = self._probe(decoder).with_cuda_graphs(decoder, layout, steps, self._options)
         ahead = self._options.run_ahead
         runner = TorchRunner(forward, layout, cache_limit, context_length, self._threads, run_ahead=ahead)
@@ -326,7 +333,7 @@ class _DecoderReader:
             rotary=rotary,
             layers=[self._layer(layer_prefix(layer), rotary) for layer in range(config.num_layers)],
             norm=self._norm("model.norm"),
-            lm_head=Linear(embedding.t().contiguous(), None) if config.tied else self._linear("", "lm_head"),
+            lm_head=Linear(transpose_weights(embedding), None) if config.tied else self._linear("", "lm_head"),
         )
 
     def _layer(self, prefix: str, rotary: RotaryEmbedding) -> DecoderLayer:
@@ -344,7 +351,7 @@ class _DecoderReader:
 
     def _linear(self, prefix: str, *names: str) -> Linear:
         """Several layers side by side."""
-        weight = torch.cat([self._tensor(f"{prefix}{name}.weight") for name in names]).t().contiguous()
+        weight = transpose_weights(torch.cat([self._tensor(f"{prefix}{name}.weight") for name in names]))
         biases = [self._tensor(f"{prefix}{name}.bias") for name in names if name in self._config.biases]
         return Linear(weight, torch.cat(biases) if biases else None)
 

@@ -28,6 +28,7 @@ SECOND = 40
 PROBE_BYTES = 1 << 24
 NOT_COMPILED = ", not compiled: "
 FEW_OPERATIONS = "few operations"
+CUDA_KERNELS = "CUDA kernels"
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 """Relative to the largest logit: about one unit in the last place of a narrow dtype."""
 

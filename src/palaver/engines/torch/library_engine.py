@@ -31,6 +31,7 @@ from palaver.engines.torch.devices import (
 )
 from palaver.engines.torch.engine import TorchEngine, start_library_build
 from palaver.engines.torch.forward_probe import (
+    CUDA_KERNELS,
     FEW_OPERATIONS,
     FIRST,
     LENGTH,
@@ -61,7 +62,7 @@ from palaver.engines.torch.loader import (
     sampling_defaults,
 )
 from palaver.engines.torch.media import MediaEncoder, find_decoder
-from palaver.engines.torch.model_runner import ExactPasses, Forward, TorchRunner, probe_exactness
+from palaver.engines.torch.model_runner import ExactPasses, Forward, TorchRunner, pick_step_runner, probe_exactness
 from palaver.engines.torch.plain_decoder import FusedDecoder, PlainDecoder, compile_decoder
 from palaver.engines.torch.snapshot_runner import CacheAbilities, RecurrentState, SnapshotRunner, StatelessModel
 from palaver.errors import CantCompile
@@ -179,6 +180,11 @@ def pick_runner(
             if isinstance(forward, CompiledDecoder):
                 compiled = CompiledRunner(forward, cache_bytes, context_length, threads, options.speculate)
                 return compiled, COMPILED, BY_TEXT
+            if probe.plain is not None:
+                parts, computes = probe.plain
+                own = pick_step_runner(parts, computes, layout, cache_bytes, threads, options, probe.ids, media)
+                if own is not None:
+                    return own[0], CUDA_KERNELS, own[1]
             passes, exactness = probe.pick_exact_passes(forward, layout, options.exact, threads)
             length = None if probe.rope is None else probe.rope.original_length
             ahead = options.run_ahead
@@ -208,6 +214,8 @@ class ModelProbe(ForwardProbe):
         """`context_length`: 0 where late positions are not probed."""
         self._model = model
         self._media = media
+        self.plain: tuple[PlainDecoder, Forward] | None = None
+        """If it is a plain decoder: its parts, and what computes its prompts."""
         self.rope = find_longrope(model)
         ids = probe_ids(vocabulary_size)
         self._batch = torch.tensor([ids], device=model.device)
@@ -244,6 +252,7 @@ class ModelProbe(ForwardProbe):
         except Exception as error:  # then the library's code runs it
             best, steps = self.with_cuda_graphs(self._library_decoder(layout), layout, _LIBRARY_CODE, options)
             return best, explain_not_compiled(library, steps, error)
+        self.plain = (parts, decoder)
         best, steps = self.with_cuda_graphs(decoder, layout, FEW_OPERATIONS, options)
         if library is None:
             return best, steps
@@ -272,6 +281,7 @@ class ModelProbe(ForwardProbe):
                 self.check(computes, layout)
             self.check_late(FusedDecoder(parts.without_tables()), layout)
             forward, steps = both, FEW_OPERATIONS
+            self.plain = (parts, both)
         except Exception:  # then the library's code computes text, too
             own.interleaves = False
         best, steps = self.with_cuda_graphs(forward, layout, steps, options)

@@ -5,6 +5,7 @@ In the exact mode all passes have one shape, in which a token's bits don't depen
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
@@ -15,9 +16,11 @@ from torch import Tensor
 
 from palaver.engines.base import BY_BATCH, BY_CACHE, BY_TEXT
 from palaver.engines.core.kv_cache import Slot, SlotAllocator
+from palaver.engines.core.options import EngineOptions
 from palaver.engines.core.request import SequenceState, align_chunk
 from palaver.engines.core.runner import SlotRunner
 from palaver.engines.core.sampler import Logits
+from palaver.engines.core.scheduler import SchedulerLimits
 from palaver.engines.torch.batch import ForwardBatch, SequenceChunk, build_batch, build_block_batch, sequence_chunk
 from palaver.engines.torch.device_sampler import DeviceSampler
 from palaver.engines.torch.devices import TensorLayout, TorchThreads, is_out_of_memory
@@ -26,6 +29,9 @@ from palaver.memory import give_back_unused
 
 if TYPE_CHECKING:  # it imports transformers, which plain decoders do without
     from palaver.engines.torch.media import MediaEncoder, SequenceMedia
+    from palaver.engines.torch.plain_decoder import PlainDecoder
+
+_log = logging.getLogger(__name__)
 
 EXACT_CHUNK = 128
 """Prompt tokens of a sequence that a scheduler step computes in the exact mode."""
@@ -324,6 +330,36 @@ class TorchRunner(SlotRunner[Tensor]):
         logits = self._forward(batch)
         self.forward_seconds += time.thread_time() - began
         return logits
+
+
+def pick_step_runner(
+    parts: PlainDecoder,
+    forward: Forward,
+    layout: TensorLayout,
+    cache_bytes: int,
+    threads: TorchThreads,
+    options: EngineOptions,
+    ids: Sequence[int],
+    media: MediaEncoder | None = None,
+) -> tuple[TorchRunner, str] | None:
+    """The runner with our own CUDA kernels, and what the bits of a reply depend on; None where they don't run the
+    model: without Triton, on other devices and in other dtypes, for sizes that they don't know, or where the exact mode
+    is wanted and their bits depend on the batch."""
+    if layout.device.type != "cuda" or not options.fused:
+        return None
+    try:
+        from palaver.engines.torch.step_runner import StepRunner, build_step
+
+        limits = options.limits or SchedulerLimits()
+        max_rows = limits.max_running if options.max_running is None else options.max_running
+        step, exactness = build_step(parts, layout, forward, max_rows, options.exact, ids)
+    except Exception as error:
+        _log.info("Decodes without CUDA kernels: %s", error)
+        return None
+    if options.exact and exactness != BY_TEXT:
+        return None
+    length, ahead = parts.max_position, options.run_ahead
+    return StepRunner(step, forward, layout, cache_bytes, length, threads, run_ahead=ahead, media=media), exactness
 
 
 def _half(chunk: SequenceChunk) -> int:

@@ -1,0 +1,672 @@
+"""Triton kernels of the passes of a plain decoder on CUDA, for weights stored as [out, in].
+
+A row's bits don't depend on the rows beside it, nor on how a text is cut into passes: each sum has one order, whatever
+the shape of the tiles that compute it. Three rules achieve that:
+
+- A product sums over K in steps of the tensor cores' depth, in `split` parts that are joined in order.
+- Attention is computed for tiles of TILE tokens, each relative to its own maximum, and the tiles are merged in order.
+- All other sums are of bfloat16 numbers in float64, where they are exact, so that their order doesn't matter: squares
+  for norms, and the weights of a tile after rounding.
+
+`matvec` is the exception: quicker for a single row, with sums in an order of its own.
+
+PDL (programmatic dependent launch): a kernel starts while the one before it ends. What doesn't depend on that one, such
+as weights, is fetched before `gdc_wait`, everything else after it.
+"""
+# mypy: disable-error-code="no-untyped-def,no-untyped-call"
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+TILE = 64
+"""Tokens whose attention is computed relative to one maximum."""
+LOG2E = tl.constexpr(1.4426950408889634)
+INTERPRETED = tl.constexpr(bool(os.environ.get("TRITON_INTERPRET")))
+"""Triton's interpreter has no assembly."""
+ALIGNMENT = tl.constexpr(16)
+"""Bytes of which addresses in the cache are multiples. Triton doesn't know it of addresses that are read from memory,
+and would load number by number."""
+NO_KEY = tl.constexpr(-1e30)
+FLUSH = tl.constexpr(2.0**-30)
+"""Weights below this part of a tile's greatest one count as 0: sums of the others are exact in float64."""
+
+
+@triton.jit
+def _prefetch(pointers):
+    """Asks the L2 cache for these addresses."""
+    if not INTERPRETED:
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+            "=r,l",
+            [pointers.to(tl.int64)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit
+def _mix(x):
+    """The finaliser of splitmix64, as in `core/processor.py`."""
+    x = x + 0x9E3779B97F4A7C15
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+    return x ^ (x >> 31)
+
+
+@triton.jit
+def _embed(
+    id_ptr,
+    position_ptr,
+    state_ptr,
+    start_ptr,
+    settings_ptr,
+    embedding_ptr,
+    gain_ptr,
+    hidden_ptr,
+    scaled_ptr,
+    squares_ptr,
+    K: tl.constexpr,
+    BK: tl.constexpr,
+    NT: tl.constexpr,
+    NTP: tl.constexpr,
+    SETTINGS: tl.constexpr,
+    SAMPLES: tl.constexpr,
+):
+    """The embedding of each row's token, the same times the first norm's gain, and its sum of squares. SAMPLES: also
+    the row's random number, by its position in the reply."""
+    row = tl.program_id(0)
+    k = tl.arange(0, BK)
+    inside = k < K
+    token = tl.load(id_ptr + row)
+    x = tl.load(embedding_ptr + token * K + k, mask=inside, other=0.0)
+    tl.store(hidden_ptr + row.to(tl.int64) * K + k, x, mask=inside)
+    wide = x.to(tl.float32)
+    gain = tl.load(gain_ptr + k, mask=inside, other=0.0).to(tl.float32)
+    tl.store(scaled_ptr + row.to(tl.int64) * K + k, (wide * gain).to(scaled_ptr.dtype.element_ty), mask=inside)
+    part = tl.arange(0, NTP)
+    total = tl.sum(wide.to(tl.float64) * wide.to(tl.float64), 0)
+    tl.store(squares_ptr + row * NT + part, tl.where(part == 0, total, 0.0), mask=part < NT)
+    if SAMPLES:
+        position = tl.load(position_ptr + row) + 1 - tl.load(start_ptr + row)
+        state = tl.load(state_ptr + row).to(tl.uint64, bitcast=True)
+        offset = tl.full([], 0x3C6EF372FE94F82A, tl.uint64)  # twice the golden ratio of `_mix`
+        mixed = _mix(state ^ _mix(position.to(tl.uint64) + offset))
+        tl.store(settings_ptr + row * SETTINGS + 4, (mixed >> 11).to(tl.float64) * 1.1102230246251565e-16)
+
+
+@triton.jit
+def _advance(results_ptr, id_ptr, position_ptr, rotary_ptr, live_ptr, WIDTH: tl.constexpr):
+    """Moves each row on to the token that was sampled for it. Rows of padding stay where they are."""
+    row = tl.program_id(0)
+    live = tl.load(live_ptr + row)
+    token = tl.load(results_ptr + row * WIDTH).to(tl.int64)
+    tl.store(id_ptr + row, token * live)
+    tl.store(position_ptr + row, tl.load(position_ptr + row) + live)
+    tl.store(rotary_ptr + row, tl.load(rotary_ptr + row) + live)
+
+
+@triton.jit
+def _norm_and_rotate(a, b, gain_a, gain_b, cos, sin, epsilon, D: tl.constexpr, NORM: tl.constexpr, dtype: tl.constexpr):
+    """The two halves of heads, [heads, D / 2] each."""
+    a = a.to(tl.float32)
+    b = b.to(tl.float32)
+    if NORM:
+        wide_a = a.to(tl.float64)
+        wide_b = b.to(tl.float64)
+        mean = (tl.sum(wide_a * wide_a, 1) + tl.sum(wide_b * wide_b, 1)).to(tl.float32) / D
+        scale = tl.rsqrt(mean + epsilon)[:, None]
+        a = a * scale * gain_a.to(tl.float32)
+        b = b * scale * gain_b.to(tl.float32)
+    return (a * cos - b * sin).to(dtype), (b * cos + a * sin).to(dtype)
+
+
+@triton.jit
+def _tile_weights(x, seen, dtype: tl.constexpr):
+    """The maximum of a tile's scores, the weights relative to it, and their sum."""
+    x = tl.where(seen, x, NO_KEY)
+    top = tl.max(x, 1)
+    weights = tl.exp2(x - top[:, None])
+    weights = tl.where(seen & (weights >= FLUSH), weights, 0.0).to(dtype)
+    return top, weights, tl.sum(weights.to(tl.float64), 1).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["layer", "entries"])
+def _attend(
+    qkv_ptr,
+    base_ptr,
+    member_ptr,
+    head_ptr,
+    position_ptr,
+    rotary_ptr,
+    cos_ptr,
+    sin_ptr,
+    query_gain_ptr,
+    key_gain_ptr,
+    partial_ptr,
+    sums_ptr,
+    layer,
+    entries,
+    scale,
+    epsilon,
+    H: tl.constexpr,
+    KVH: tl.constexpr,
+    G: tl.constexpr,
+    GP: tl.constexpr,
+    D: tl.constexpr,
+    T: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    NORM: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Attention of one new token a row: program (row * KVH + head, j) computes its part of the tiles.
+
+    A row's keys of layer 0 are at the address `base`; keys and values of the layers alternate, `member` elements apart;
+    heads are `head` elements apart. Also norms and rotates the new key; the program with the last tile writes it, with
+    its value, to the cache before it reads the tile.
+    """
+    HALF: tl.constexpr = D // 2
+    dtype: tl.constexpr = qkv_ptr.dtype.element_ty
+    pid = tl.program_id(0)
+    program = tl.program_id(1)
+    row = pid // KVH
+    kv_head = pid % KVH
+    position = tl.load(position_ptr + row).to(tl.int32)
+    base = tl.load(base_ptr + row)
+    member = tl.load(member_ptr + row)
+    head_stride = tl.load(head_ptr + row)
+    rotary = tl.load(rotary_ptr + row).to(tl.int32)
+    if PDL:
+        gdc_launch_dependents()
+    tiles = position // T + 1
+    per = (tiles + PROGRAMS - 1) // PROGRAMS
+    if program * per >= tiles:
+        return
+    keys = tl.multiple_of(base.to(tl.pointer_type(dtype)) + 2 * layer * member + kv_head * head_stride, ALIGNMENT)
+    values = tl.multiple_of(keys + member, ALIGNMENT)
+    half = tl.arange(0, HALF)
+    whole = tl.arange(0, D)
+    group = tl.arange(0, GP)
+    token = tl.arange(0, T)
+    lines = program * per * T * D + tl.arange(0, T * D // 64) * 64
+    _prefetch(keys + lines)
+    _prefetch(values + lines)
+    cos = tl.load(cos_ptr + rotary * HALF + half)[None, :]
+    sin = tl.load(sin_ptr + rotary * HALF + half)[None, :]
+    query_gain_a = tl.load(query_gain_ptr + half)[None, :]
+    query_gain_b = tl.load(query_gain_ptr + HALF + half)[None, :]
+    key_gain_a = tl.load(key_gain_ptr + half)[None, :]
+    key_gain_b = tl.load(key_gain_ptr + HALF + half)[None, :]
+    if PDL:
+        gdc_wait()
+    mine = qkv_ptr + row.to(tl.int64) * (H + 2 * KVH) * D
+    query = mine + (kv_head * G + group)[:, None] * D + half[None, :]
+    in_group = (group < G)[:, None]
+    a = tl.load(query, mask=in_group, other=0.0)
+    b = tl.load(query + HALF, mask=in_group, other=0.0)
+    a, b = _norm_and_rotate(a, b, query_gain_a, query_gain_b, cos, sin, epsilon, D, NORM, dtype)
+    new = mine + (H + kv_head) * D + half[None, :]
+    new_a = tl.load(new)
+    new_b = tl.load(new + HALF)
+    new_a, new_b = _norm_and_rotate(new_a, new_b, key_gain_a, key_gain_b, cos, sin, epsilon, D, NORM, dtype)
+    new_value = tl.load(mine + (H + KVH + kv_head) * D + whole[None, :])
+    if (program + 1) * per >= tiles:
+        here = position.to(tl.int64) * D
+        tl.store(keys + here + half[None, :], new_a)
+        tl.store(keys + here + HALF + half[None, :], new_b)
+        tl.store(values + here + whole[None, :], new_value)
+        tl.debug_barrier()  # this program reads them in its last tile
+    log_scale = scale * LOG2E
+    for tile in tl.range(program * per, tl.minimum((program + 1) * per, tiles), num_stages=STAGES):
+        at = tile * T + token
+        known = (at <= position)[:, None]
+        here = at[:, None] * D
+        k_a = tl.load(keys + here + half[None, :], mask=known, other=0.0)
+        k_b = tl.load(keys + here + HALF + half[None, :], mask=known, other=0.0)
+        v = tl.load(values + here + whole[None, :], mask=known, other=0.0)
+        x = tl.dot(a, tl.trans(k_a), input_precision="ieee")
+        x = tl.dot(b, tl.trans(k_b), x, input_precision="ieee")
+        top, weights, total = _tile_weights(x * log_scale, (at <= position)[None, :], dtype)
+        out = tl.dot(weights, v, input_precision="ieee")
+        entry = ((pid * entries + tile) * GP + group).to(tl.int64)
+        tl.store(partial_ptr + entry[:, None] * D + whole[None, :], out, mask=in_group)
+        tl.store(sums_ptr + entry * 2, top, mask=group < G)
+        tl.store(sums_ptr + entry * 2 + 1, total, mask=group < G)
+
+
+@triton.jit(do_not_specialize=["entries"])
+def _join(
+    partial_ptr,
+    sums_ptr,
+    position_ptr,
+    out_ptr,
+    entries,
+    H: tl.constexpr,
+    KVH: tl.constexpr,
+    G: tl.constexpr,
+    GP: tl.constexpr,
+    D: tl.constexpr,
+    T: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Merges the tiles of one row and head in order."""
+    pid = tl.program_id(0)
+    row = pid // H
+    head = pid % H
+    tiles = tl.load(position_ptr + row).to(tl.int32) // T + 1
+    whole = tl.arange(0, D)
+    first = ((row * KVH + head // G) * entries * GP + head % G).to(tl.int64)
+    top = tl.full([], NO_KEY, tl.float32)
+    total = tl.full([], 0.0, tl.float32)
+    out = tl.zeros([D], tl.float32)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    for start in range(0, tiles, AT_ONCE):
+        for i in tl.static_range(AT_ONCE):
+            entry = first + (start + i) * GP
+            there = start + i < tiles  # what isn't there changes no bit
+            tile_top = tl.load(sums_ptr + entry * 2, mask=there, other=NO_KEY)
+            tile_total = tl.load(sums_ptr + entry * 2 + 1, mask=there, other=0.0)
+            tile_out = tl.load(partial_ptr + entry * D + whole, mask=there, other=0.0)
+            new_top = tl.maximum(top, tile_top)
+            old = tl.exp2(top - new_top)
+            new = tl.exp2(tile_top - new_top)
+            total = total * old + tile_total * new
+            out = out * old + tile_out * new
+            top = new_top
+    tl.store(out_ptr + pid.to(tl.int64) * D + whole, (out / total).to(out_ptr.dtype.element_ty))
+
+
+@triton.jit(do_not_specialize=["layer"])
+def _rotate_and_write(
+    qkv_ptr,
+    base_ptr,
+    member_ptr,
+    head_ptr,
+    position_ptr,
+    rotary_ptr,
+    cos_ptr,
+    sin_ptr,
+    query_gain_ptr,
+    key_gain_ptr,
+    layer,
+    epsilon,
+    H: tl.constexpr,
+    KVH: tl.constexpr,
+    D: tl.constexpr,
+    NORM: tl.constexpr,
+):
+    """Norms and rotates the queries of a prefill in place, and writes its keys and values to the cache. One program for
+    each row and head."""
+    HALF: tl.constexpr = D // 2
+    dtype: tl.constexpr = qkv_ptr.dtype.element_ty
+    row = tl.program_id(0)
+    head = tl.program_id(1)
+    half = tl.arange(0, HALF)[None, :]
+    mine = qkv_ptr + (row.to(tl.int64) * (H + 2 * KVH) + head) * D
+    a = tl.load(mine + half)
+    b = tl.load(mine + HALF + half)
+    if head < H + KVH:
+        rotary = tl.load(rotary_ptr + row).to(tl.int32)
+        gain_ptr = tl.where(head < H, query_gain_ptr, key_gain_ptr)
+        gain_a = tl.load(gain_ptr + half)
+        gain_b = tl.load(gain_ptr + HALF + half)
+        cos = tl.load(cos_ptr + rotary * HALF + half)
+        sin = tl.load(sin_ptr + rotary * HALF + half)
+        a, b = _norm_and_rotate(a, b, gain_a, gain_b, cos, sin, epsilon, D, NORM, dtype)
+    if head < H:
+        tl.store(mine + half, a)
+        tl.store(mine + HALF + half, b)
+    else:
+        is_value = (head >= H + KVH).to(tl.int64)
+        kv_head = head - H - is_value * KVH
+        cache = tl.load(base_ptr + row).to(tl.pointer_type(dtype))
+        cache += (2 * layer + is_value) * tl.load(member_ptr + row) + kv_head * tl.load(head_ptr + row)
+        cache = tl.multiple_of(cache + tl.load(position_ptr + row) * D, ALIGNMENT)
+        tl.store(cache + half, a)
+        tl.store(cache + HALF + half, b)
+
+
+@triton.jit(do_not_specialize=["base", "member", "head_stride", "start", "count", "layer"])
+def _attend_prefill(
+    qkv_ptr,
+    out_ptr,
+    base,
+    member,
+    head_stride,
+    start,
+    count,
+    layer,
+    scale,
+    H: tl.constexpr,
+    KVH: tl.constexpr,
+    G: tl.constexpr,
+    GP: tl.constexpr,
+    D: tl.constexpr,
+    T: tl.constexpr,
+    QUERIES: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Attention of `count` new tokens of one sequence, from position `start` on: tile by tile as in `_attend`, merged
+    as in `_join`. Program (i, head) computes QUERIES of them."""
+    HALF: tl.constexpr = D // 2
+    dtype: tl.constexpr = qkv_ptr.dtype.element_ty
+    block = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest first
+    kv_head = tl.program_id(1)
+    keys = base.to(tl.int64).to(tl.pointer_type(dtype))
+    keys = tl.multiple_of(keys + 2 * layer.to(tl.int64) * member + kv_head.to(tl.int64) * head_stride, ALIGNMENT)
+    values = tl.multiple_of(keys + member, ALIGNMENT)
+    half = tl.arange(0, HALF)
+    whole = tl.arange(0, D)
+    token = tl.arange(0, T)
+    rows = tl.arange(0, QUERIES * GP)
+    query = block * QUERIES + rows // GP
+    head = kv_head * G + rows % GP
+    valid = (query < count) & (rows % GP < G)
+    position = start + query
+    mine = qkv_ptr + (query.to(tl.int64) * (H + 2 * KVH) + head)[:, None] * D + half[None, :]
+    a = tl.load(mine, mask=valid[:, None], other=0.0)
+    b = tl.load(mine + HALF, mask=valid[:, None], other=0.0)
+    top = tl.full([QUERIES * GP], NO_KEY, tl.float32)
+    total = tl.zeros([QUERIES * GP], tl.float32)
+    out = tl.zeros([QUERIES * GP, D], tl.float32)
+    log_scale = scale * LOG2E
+    tiles = (start + tl.minimum(block * QUERIES + QUERIES, count) - 1) // T + 1
+    for tile in tl.range(0, tiles, num_stages=STAGES):
+        at = tile * T + token
+        known = (at < start + count)[:, None]
+        here = at[:, None] * D
+        k_a = tl.load(keys + here + half[None, :], mask=known, other=0.0)
+        k_b = tl.load(keys + here + HALF + half[None, :], mask=known, other=0.0)
+        v = tl.load(values + here + whole[None, :], mask=known, other=0.0)
+        x = tl.dot(a, tl.trans(k_a), input_precision="ieee")
+        x = tl.dot(b, tl.trans(k_b), x, input_precision="ieee")
+        seen = at[None, :] <= position[:, None]
+        tile_top, weights, tile_total = _tile_weights(x * log_scale, seen, dtype)
+        tile_out = tl.dot(weights, v, input_precision="ieee")
+        new_top = tl.maximum(top, tile_top)
+        old = tl.exp2(top - new_top)
+        new = tl.exp2(tile_top - new_top)
+        total = total * old + tile_total * new
+        out = out * old[:, None] + tile_out * new[:, None]
+        top = new_top
+    place = out_ptr + (query.to(tl.int64) * H + head)[:, None] * D + whole[None, :]
+    tl.store(place, (out / total[:, None]).to(out_ptr.dtype.element_ty), mask=valid[:, None])
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _linear(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    squares_ptr,
+    gain_ptr,
+    out_ptr,
+    scaled_ptr,
+    out_squares_ptr,
+    partial_ptr,
+    counter_ptr,
+    rows,
+    epsilon,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    SPLIT: tl.constexpr,
+    PARALLEL: tl.constexpr,
+    STAGES: tl.constexpr,
+    NT: tl.constexpr,
+    NTP: tl.constexpr,
+    BIAS: tl.constexpr,
+    GLU: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    PDL: tl.constexpr,
+    DISTANCE: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """out[m, n] = sum_k weight[n, k] * x[m, k] on the tensor cores, with the weights as the wide operand.
+
+    K is summed in SPLIT parts, which are added in order: by the last of SPLIT programs to finish (PARALLEL), or by one
+    program. DISTANCE: for how many tiles ahead the L2 is asked for weights. EARLY: the next kernel may start at once,
+    not only near the end.
+    NT > 0: x lacks a norm, and the result is scaled by it, from NT partial sums of squares. GLU: the weights are those
+    of gate and up, and the result silu(gate) * up. RESIDUAL: adds to `out`; also writes the sum times the next norm's
+    gain, and its sums of squares.
+    """
+    pid = tl.program_id(0)
+    row_tiles = (rows + BM - 1) // BM
+    row_tile = pid % row_tiles
+    rest = pid // row_tiles
+    PARTS: tl.constexpr = SPLIT if PARALLEL else 1
+    tile = rest // PARTS
+    part = rest % PARTS
+    KS: tl.constexpr = K // SPLIT
+    n = tile * BN + tl.arange(0, BN)
+    m = row_tile * BM + tl.arange(0, BM)
+    valid = m < rows
+    k = part * KS + tl.arange(0, BK)
+    weights = weight_ptr + n[:, None].to(tl.int64) * K + k[None, :]
+    inputs = x_ptr + m[None, :].to(tl.int64) * K + k[:, None]
+    LINES: tl.constexpr = max(BK // 64, 1)
+    line = part * KS + tl.arange(0, LINES) * 64
+    ahead = weight_ptr + n[:, None].to(tl.int64) * K + line[None, :]
+    STEPS: tl.constexpr = KS // BK
+    if PDL and EARLY:
+        gdc_launch_dependents()
+    if DISTANCE > 0:
+        for i in tl.static_range(min(DISTANCE, STEPS)):
+            _prefetch(ahead + i * BK)
+            if GLU:
+                _prefetch(ahead + N * K + i * BK)
+    if PDL:
+        gdc_wait()
+    a = tl.zeros([BN, BM], tl.float32)
+    b = tl.zeros([BN, BM], tl.float32)
+    if PARALLEL or SPLIT == 1:
+        for i in tl.range(0, STEPS, num_stages=STAGES):
+            x = tl.load(inputs, mask=valid[None, :], other=0.0)
+            if DISTANCE > 1 and DISTANCE < STEPS:
+                far = tl.minimum(i + DISTANCE, STEPS - 1) * BK
+                _prefetch(ahead + far)
+                if GLU:
+                    _prefetch(ahead + N * K + far)
+            a = tl.dot(tl.load(weights), x, a, input_precision="ieee")
+            if GLU:
+                b = tl.dot(tl.load(weights + N * K), x, b, input_precision="ieee")
+            weights += BK
+            inputs += BK
+            if PDL and not EARLY:  # noqa: SIM102 (known when the kernel is compiled)
+                if i == max(STEPS - max(DISTANCE, 2), 0):
+                    gdc_launch_dependents()
+    else:
+        for _ in tl.static_range(SPLIT):
+            summed = tl.zeros([BN, BM], tl.float32)
+            for _ in tl.range(0, STEPS, num_stages=STAGES):
+                x = tl.load(inputs, mask=valid[None, :], other=0.0)
+                summed = tl.dot(tl.load(weights), x, summed, input_precision="ieee")
+                weights += BK
+                inputs += BK
+            a += summed
+    if PARTS > 1:
+        place = (pid * BN + tl.arange(0, BN))[:, None] * BM + tl.arange(0, BM)[None, :]
+        tl.store(partial_ptr + place, a, mask=valid[None, :])
+        tl.debug_barrier()
+        done = tl.atomic_add(counter_ptr + tile * row_tiles + row_tile, 1, sem="acq_rel")
+        if done != PARTS - 1:
+            return
+        tl.store(counter_ptr + tile * row_tiles + row_tile, 0)
+        place -= part * row_tiles * BN * BM
+        a = tl.zeros([BN, BM], tl.float32)
+        for i in tl.static_range(PARTS):
+            step = i * row_tiles * BN * BM
+            a += tl.load(partial_ptr + place + step, mask=valid[None, :], other=0.0, cache_modifier=".cg")
+    if NT > 0:
+        index = tl.arange(0, NTP)
+        squares = squares_ptr + m[:, None] * NT + index[None, :]
+        inside = valid[:, None] & (index < NT)[None, :]
+        mean = tl.sum(tl.load(squares, mask=inside, other=0.0), 1).to(tl.float32) / K
+        norm = tl.rsqrt(mean + epsilon)
+        a *= norm[None, :]
+        if GLU:
+            b *= norm[None, :]
+    if BIAS:
+        a += tl.load(bias_ptr + n).to(tl.float32)[:, None]
+    if GLU:
+        a = a * tl.sigmoid(a) * b
+    place = m[None, :].to(tl.int64) * N + n[:, None]
+    if RESIDUAL:
+        dtype: tl.constexpr = out_ptr.dtype.element_ty
+        total = (a + tl.load(out_ptr + place, mask=valid[None, :], other=0.0).to(tl.float32)).to(dtype)
+        tl.store(out_ptr + place, total, mask=valid[None, :])
+        wide = total.to(tl.float32)
+        gain = tl.load(gain_ptr + n).to(tl.float32)
+        tl.store(scaled_ptr + place, (wide * gain[:, None]).to(dtype), mask=valid[None, :])
+        squares = tl.sum(wide.to(tl.float64) * wide.to(tl.float64), 0)
+        tl.store(out_squares_ptr + m * (N // BN) + tile, squares, mask=valid)
+    else:
+        tl.store(out_ptr + place, a.to(out_ptr.dtype.element_ty), mask=valid[None, :])
+
+
+@triton.jit
+def _matvec(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    gain_ptr,
+    out_ptr,
+    epsilon,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    NORM: tl.constexpr,
+    BIAS: tl.constexpr,
+    GLU: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    PDL: tl.constexpr,
+    AHEAD: tl.constexpr,
+):
+    """The same for a single row, without tensor cores; NORM: of x, by the sum of squares that every program computes.
+
+    Before it waits, a program loads its first tile and asks the L2 for the rest of its rows or, where one tile is all,
+    for the rows of program pid + AHEAD.
+    """
+    EVEN: tl.constexpr = K % BK == 0
+    pid = tl.program_id(0)
+    n = pid * BN + tl.arange(0, BN)
+    k = tl.arange(0, BK)
+    weights = weight_ptr + n[:, None].to(tl.int64) * K + k[None, :]
+    w = _load_weights(weights, k, K, EVEN)
+    u = w
+    if GLU:
+        u = _load_weights(weights + N * K, k, K, EVEN)
+    if PDL:
+        gdc_launch_dependents()
+        if AHEAD > 0:
+            line = tl.arange(0, BK // 64) * 64
+            rest = weight_ptr + n[:, None].to(tl.int64) * K + line[None, :]
+            if K > BK:
+                for i in tl.static_range(1, min(4, K // BK)):
+                    _prefetch(rest + i * BK)
+                    if GLU:
+                        _prefetch(rest + N * K + i * BK)
+            elif pid < AHEAD and pid + AHEAD < N // BN:
+                _prefetch(rest + AHEAD * BN * K)
+                if GLU:
+                    _prefetch(rest + N * K + AHEAD * BN * K)
+        gdc_wait()
+    a = tl.zeros([BN, BK], tl.float32)
+    b = a
+    squares = tl.zeros([BK], tl.float32)
+    for k0 in tl.static_range(0, K, BK):
+        here = k0 + k
+        wide_w = w.to(tl.float32)
+        wide_u = u.to(tl.float32)
+        if k0 + BK < K:
+            w = _load_weights(weights + k0 + BK, here + BK, K, EVEN)
+            if GLU:
+                u = _load_weights(weights + (N * K + k0 + BK), here + BK, K, EVEN)
+        x = tl.load(x_ptr + here, mask=here < K, other=0.0).to(tl.float32)
+        if NORM:
+            squares += x * x
+            x *= tl.load(gain_ptr + here, mask=here < K, other=0.0).to(tl.float32)
+        a += wide_w * x[None, :]
+        if GLU:
+            b += wide_u * x[None, :]
+    y = tl.sum(a, 1)
+    norm = tl.rsqrt(tl.sum(squares, 0) / K + epsilon) if NORM else 1.0
+    y *= norm
+    if BIAS:
+        y += tl.load(bias_ptr + n).to(tl.float32)
+    if GLU:
+        y = y * tl.sigmoid(y) * (tl.sum(b, 1) * norm)
+    if RESIDUAL:
+        y += tl.load(out_ptr + n).to(tl.float32)
+    tl.store(out_ptr + n, y.to(out_ptr.dtype.element_ty))
+
+
+@triton.jit
+def _load_weights(pointers, k, K: tl.constexpr, EVEN: tl.constexpr):
+    if EVEN:
+        return tl.load(pointers, eviction_policy="evict_first")
+    return tl.load(pointers, mask=(k < K)[None, :], other=0.0, eviction_policy="evict_first")
+
+
+def next_power(n: int) -> int:
+    power: int = triton.next_power_of_2(n)
+    return power
+
+
+def launch_options(pdl: bool, **options: Any) -> dict[str, Any]:
+    """Products and sums are never contracted: the same formula gives the same bits in every kernel."""
+    return options | {"enable_fp_fusion": False, "PDL": pdl} | ({"launch_pdl": True} if pdl else {})
+
+
+def embed(
+    inputs: Mapping[str, Tensor],
+    settings: Tensor | None,
+    embedding: Tensor,
+    gain: Tensor,
+    hidden: Tensor,
+    scaled: Tensor,
+    squares: Tensor,
+) -> None:
+    """`settings`: those of the sampler, which get each row's random number."""
+    rows, size = hidden.shape
+    parts = squares.shape[1]
+    _embed[(rows,)](
+        inputs["token"],
+        inputs["position"],
+        inputs["state"],
+        inputs["start"],
+        squares if settings is None else settings,
+        embedding,
+        gain,
+        hidden,
+        scaled,
+        squares,
+        K=size,
+        BK=next_power(size),
+        NT=parts,
+        NTP=next_power(parts),
+        SETTINGS=0 if settings is None else settings.shape[1],
+        SAMPLES=settings is not None,
+        num_warps=8,
+    )
+
+
+def advance(results: Tensor, inputs: Mapping[str, Tensor], rows: int) -> None:
+    columns = (inputs[name] for name in ("token", "position", "rotary", "live"))
+    _advance[(rows,)](results, *columns, WIDTH=results.shape[1], num_warps=1)
