@@ -3,6 +3,8 @@
     PYTHONPATH=src python3 benchmarks/accelerator.py --identity     every family against the library, fp32
     PYTHONPATH=src python3 benchmarks/accelerator.py --speed        random weights in the shapes of real models, bf16
     PYTHONPATH=src python3 benchmarks/accelerator.py --sampling     the same at batch 1 and 32: what sampling costs
+    PYTHONPATH=src python3 benchmarks/accelerator.py --arrivals     requests that come and go
+    PYTHONPATH=src python3 benchmarks/accelerator.py --bits 2000    the exact mode: replies alone, in batches, cut
 
 Needs only torch and transformers. `--device cpu --tiny` runs the same code without an accelerator.
 """
@@ -180,7 +182,7 @@ def _synchronize(device: str) -> None:
 
 def random_model(shape: dict[str, int], device: str, vocabulary: int) -> Any:
     config = transformers.Qwen3Config(
-        **shape, vocab_size=vocabulary, max_position_embeddings=8192, tie_word_embeddings=False, eos_token_id=0
+        **shape, vocab_size=vocabulary, max_position_embeddings=8192, tie_word_embeddings=False, eos_token_id=None
     )
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     with torch.device(device), quiet():
@@ -217,7 +219,9 @@ class Speed:
         self.weights = sum(p.numel() for p in model.parameters()) - embedding
         self.token_bytes = 4 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * shape["head_dim"]
         began = time.perf_counter()
-        self.engine = model_engine(name, model, [b"x"] * self.size, EngineOptions(fused=not arguments.library))
+        self.engine = model_engine(
+            name, model, [b"x"] * self.size, EngineOptions(fused=not arguments.library, exact=arguments.exact)
+        )
         print(f"{name}: {self.weights / 1e9:.2f} G weights to read, {self.engine.info.reuse}", end="")
         print(f", {self.engine.info.steps}, ready after {time.perf_counter() - began:.1f} s", flush=True)
 
@@ -231,14 +235,15 @@ class Speed:
     async def _run(self, name: str, sampling: Sampling, batch: int, context: int, tokens: int) -> float:
         rng = random.Random(f"{batch} {name}")
         prompts = [Prompt(tuple(rng.randrange(1, self.size) for _ in range(context))) for _ in range(batch)]
-        sampling = replace(sampling, max_tokens=tokens, banned_ids=(0,))
+        sampling = replace(sampling, max_tokens=tokens)
         began = time.perf_counter()
         await asyncio.gather(*(generate_ids(self.engine, p, Sampling(temperature=0, max_tokens=1)) for p in prompts))
         prefill = time.perf_counter() - began
         warm_up = replace(sampling, max_tokens=8)  # kernels are compiled for their settings when they first run
         await asyncio.gather(*(generate_ids(self.engine, p, warm_up) for p in prompts))
         before, began = self.engine.statistics, time.perf_counter()
-        await asyncio.gather(*(generate_ids(self.engine, p, sampling) for p in prompts))
+        replies = await asyncio.gather(*(generate_ids(self.engine, p, sampling) for p in prompts))
+        assert all(len(reply) == tokens for reply in replies), "nothing ends these replies"
         seconds, after = time.perf_counter() - began, self.engine.statistics
         rate = batch * tokens / seconds
         read = 2 * self.weights + batch * (context + tokens / 2) * self.token_bytes
@@ -251,6 +256,127 @@ class Speed:
             flush=True,
         )
         return rate
+
+
+async def generate_steps(
+    engine: TorchEngine, prompt: Prompt, sampling: Sampling, stop_after: int | None = None
+) -> list[tuple[int, float]]:
+    """Token ids and log-probabilities."""
+    steps: list[tuple[int, float]] = []
+    async with engine.generate(prompt, sampling) as outputs:
+        async for output in outputs:
+            if isinstance(output, Step):
+                steps.append((output.token_id, output.logprob))
+            if len(steps) == stop_after:
+                break
+    return steps
+
+
+class Arrivals:
+    """Requests at random times, 25 a second for ten seconds, with prompts of 512 tokens and replies of 64 to 256."""
+
+    def __init__(self, name: str, shape: dict[str, int], arguments: argparse.Namespace) -> None:
+        self.name = name
+        self.per_second, self.seconds, self.length = (4, 1, 32) if arguments.tiny else (25, 10, 512)
+        self.size = 512 if arguments.tiny else 151936
+        model = random_model(shape, arguments.device, self.size)
+        self.engine = model_engine(name, model, [b"x"] * self.size, EngineOptions(exact=arguments.exact))
+        self.rng = random.Random(name)
+        self.running = self.most = 0
+        self.first_tokens: list[float] = []
+
+    async def run(self) -> None:
+        replies = [self.rng.randint(64, 256) for _ in range(self.per_second * self.seconds)]
+        starts, at = [], 0.0
+        for _ in replies:
+            at += self.rng.expovariate(self.per_second)
+            starts.append(at)
+        await asyncio.gather(*(self._one(0, 16) for _ in range(4)))  # warm-up
+        self.first_tokens.clear()
+        began, self.most = time.perf_counter(), 0
+        await asyncio.gather(*(self._one(start, tokens) for start, tokens in zip(starts, replies, strict=True)))
+        took = time.perf_counter() - began
+        waits = sorted(self.first_tokens)
+        median, late = waits[len(waits) // 2], waits[int(len(waits) * 0.99)]
+        print(
+            f"{self.name:11} {len(replies)} requests, {self.per_second} a second, at most {self.most} at once:"
+            f" {sum(replies) / took:8.1f} tokens/s over {took:.1f} s, asked for {sum(replies) / starts[-1]:.0f};"
+            f" first token {median * 1e3:.0f} ms, 99% {late * 1e3:.0f} ms; {self.engine.info.steps}",
+            flush=True,
+        )
+        await self.engine.close()
+
+    async def _one(self, start: float, tokens: int) -> None:
+        await asyncio.sleep(start)
+        prompt = Prompt(tuple(self.rng.randrange(1, self.size) for _ in range(self.length)))
+        self.running += 1
+        self.most = max(self.most, self.running)
+        began, count = time.perf_counter(), 0
+        async with self.engine.generate(prompt, replace(SAMPLINGS["stored turn"], max_tokens=tokens)) as outputs:
+            async for output in outputs:
+                count += isinstance(output, Step)
+                if count == 1 and isinstance(output, Step):
+                    self.first_tokens.append(time.perf_counter() - began)
+        self.running -= 1
+        assert count == tokens
+
+
+class Bits:
+    """The exact mode: ids and log-probabilities of replies alone, against the same in changing batches, stopped and
+    continued with nothing cached, and with other chunk sizes."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        shape = TINY if arguments.tiny else SHAPES["Qwen3-0.6B"]
+        self.size = 512 if arguments.tiny else 151936
+        model = random_model(shape, arguments.device, self.size)
+        self.limits = (SchedulerLimits(chunk_tokens=1024), SchedulerLimits(chunk_tokens=200))
+        self.engines = [
+            model_engine(
+                "bits", model, [b"x"] * self.size, EngineOptions(exact=True, limits=limits, cache_bytes=4 << 30)
+            )
+            for limits in self.limits
+        ]
+        self.cycles = arguments.bits
+        self.done = self.wrong = 0
+
+    async def run(self) -> int:
+        print(f"{self.engines[0].info.steps}, {self.engines[0].info.exactness}", flush=True)
+        rng = random.Random(5)
+        number = 0
+        while self.done < self.cycles:
+            lengths = [rng.randint(1, 400) for _ in range(24)]
+            prompts = [tuple(rng.randrange(1, self.size) for _ in range(length)) for length in lengths]
+            settings = [
+                Sampling(temperature=rng.choice([0.0, 0.6, 1.0]), top_k=rng.choice([0, 20]), seed=i, max_tokens=40)
+                for i in range(len(prompts))
+            ]
+            pairs = list(zip(prompts, settings, strict=True))
+            alone = [await generate_steps(self.engines[0], Prompt(p), s) for p, s in pairs]
+            number += 1
+            cut = await asyncio.gather(
+                *(self._cut(p, s, random.Random(f"{number} {i}")) for i, (p, s) in enumerate(pairs))
+            )
+            self.wrong += sum(one != other for one, other in zip(alone, cut, strict=True))
+            print(f"{self.done} stops and continues so far, {self.wrong} replies differ", flush=True)
+        print(
+            f"{self.done} stops and continues, {24 * number} replies: {self.wrong} differ in a token or a bit",
+            flush=True,
+        )
+        for engine in self.engines:
+            await engine.close()
+        return self.wrong
+
+    async def _cut(self, prompt: tuple[int, ...], sampling: Sampling, rng: random.Random) -> list[tuple[int, float]]:
+        """Each part under another owner, so that everything is computed again."""
+        steps: list[tuple[int, float]] = []
+        while len(steps) < 40:
+            ids = tuple(token_id for token_id, _ in steps)
+            owner = f"{rng.random()}"
+            left = replace(sampling, max_tokens=40)
+            engine = rng.choice(self.engines)
+            steps += await generate_steps(engine, Prompt(prompt, ids, owner=owner), left, rng.randint(1, 8))
+            self.done += 1
+        return steps[:40]
 
 
 async def speed(arguments: argparse.Namespace) -> None:
@@ -275,6 +401,9 @@ async def main() -> int:
     parser.add_argument("--identity", action="store_true")
     parser.add_argument("--speed", action="store_true")
     parser.add_argument("--sampling", action="store_true")
+    parser.add_argument("--arrivals", action="store_true")
+    parser.add_argument("--bits", type=int, default=0, metavar="CYCLES")
+    parser.add_argument("--exact", action="store_true")
     parser.add_argument("--library", action="store_true", help="the library's model code instead of the fused decoder")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tokens", type=int, default=256)
@@ -283,10 +412,15 @@ async def main() -> int:
     if arguments.device == "cpu":
         torch.set_num_threads(1)
     print(f"torch {torch.__version__}, transformers {transformers.__version__}, {arguments.device}", flush=True)
-    timed = arguments.speed or arguments.sampling
-    failures = await identity(arguments.device) if arguments.identity or not timed else 0
-    if timed or not arguments.identity:
+    chosen = arguments.identity or arguments.speed or arguments.sampling or arguments.arrivals or arguments.bits
+    failures = await identity(arguments.device) if arguments.identity or not chosen else 0
+    if arguments.speed or arguments.sampling or not chosen:
         await speed(arguments)
+    if arguments.arrivals:
+        for name, shape in ({"tiny": TINY} if arguments.tiny else SHAPES).items():
+            await Arrivals(name, shape, arguments).run()
+    if arguments.bits:
+        failures += await Bits(arguments).run()
     return min(failures, 1)
 
 
