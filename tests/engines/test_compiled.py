@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from palaver.engines.compiled import build
 from palaver.engines.compiled.build import load_compiled_library
-from palaver.engines.compiled.decoder import MAX_ROWS, Rows
+from palaver.engines.compiled.decoder import MAX_ROWS, RowChunk, Rows
 from palaver.engines.compiled.engine import load as load_alone
 from palaver.engines.compiled.engine import load_decoder
 from palaver.engines.core.decoder_config import read_decoder_config
@@ -109,7 +109,7 @@ def logits_by(model: Any, chunk_sizes: Sequence[Sequence[int]], threads: int) ->
     at, out = [0] * len(chunk_sizes), np.zeros((len(chunk_sizes), tiny.SIZE), np.float32)
     for step in range(max(map(len, chunk_sizes))):
         here = [i for i, sizes in enumerate(chunk_sizes) if step < len(sizes)]
-        chunks = [(slots[i], at[i], text(i)[at[i] : at[i] + chunk_sizes[i][step]]) for i in here]
+        chunks = [RowChunk(slots[i], at[i], text(i)[at[i] : at[i] + chunk_sizes[i][step]]) for i in here]
         for i, row in zip(here, decoder.run(Rows(chunks, need_logits=True), threads), strict=True):
             at[i] += chunk_sizes[i][step]
             out[i] = row
@@ -143,7 +143,7 @@ def test_it_holds_no_pools(model: Any) -> None:
     decoder = compile_decoder(PlainDecoder.from_model(model, 512), load_compiled_library(), 1)
     slot = SlotAllocator(decoder.layout, 1 << 24).allocate(TOKENS)
     pool = weakref.ref(slot.pool)
-    decoder.run(Rows([(slot, 0, text(0))], need_logits=True), 1)
+    decoder.run(Rows([RowChunk(slot, 0, text(0))], need_logits=True), 1)
     del slot
     gc.collect()
     assert pool() is None
@@ -164,7 +164,7 @@ def test_logits_are_those_of_the_library_at_every_position(family: str, rope: st
     ids = [(7 * i * i + 5 * i) % 256 for i in range(4096)]
     expected = model(input_ids=torch.tensor([ids])).logits[0].numpy()
     for start in range(0, len(ids), 256):
-        (row,) = decoder.run(Rows([(slot, start, ids[start : start + 256])], need_logits=True), 1)
+        (row,) = decoder.run(Rows([RowChunk(slot, start, ids[start : start + 256])], need_logits=True), 1)
         assert np.abs(row - expected[start + 255]).max() < 1e-3
 
 

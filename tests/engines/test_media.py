@@ -17,7 +17,8 @@ import pytest
 import torch
 from PIL import Image
 
-from palaver.engines.base import BY_BATCH, Engine
+from palaver.engines.base import BY_BATCH, COMPILED, Engine
+from palaver.engines.compiled.build import NO_COMPILER
 from palaver.engines.core.kv_cache import SlotAllocator
 from palaver.engines.core.media import MediaCache
 from palaver.engines.core.options import EngineOptions
@@ -82,13 +83,23 @@ def tokenizer(folder: Path) -> FastTokenizer:
     return load_tokenizer(folder)
 
 
-@pytest.fixture(scope="module")
-def engine(folder: Path, tokenizer: FastTokenizer) -> Iterator[TorchEngine]:
-    """In the exact mode: what is computed in a batch, in chunks or from the cache is the same to the bit."""
-    options = EngineOptions(exact=True, threads=1, context=1024, max_running=8)
+@pytest.fixture(scope="module", params=["compiled", "exact"])
+def engine(request: pytest.FixtureRequest, folder: Path, tokenizer: FastTokenizer) -> Iterator[TorchEngine]:
+    """By compiled steps, and by the library's code in the exact mode: what is computed in a batch, in chunks or from
+    the cache is the same to the bit."""
+    compiled = None if request.param == "compiled" else False
+    options = EngineOptions(exact=True, threads=1, context=1024, max_running=8, compiled=compiled)
     loaded = load(folder, vocabulary=tokenizer.vocabulary, device="cpu", options=options)
     yield loaded
     asyncio.run(loaded.close())
+
+
+def test_steps_are_compiled_where_there_is_a_compiler(engine: TorchEngine, request: pytest.FixtureRequest) -> None:
+    if request.node.callspec.params["engine"] == "compiled":
+        assert engine.info.steps == COMPILED or engine.info.steps.endswith(NO_COMPILER)
+        assert f"torch-{torch.__version__}" in engine.info.fingerprint, "torch encodes the media"
+    else:
+        assert engine.info.steps == "the model's own code"
 
 
 def make_prompt(engine: Engine, tokenizer: FastTokenizer, *parts: Part) -> Prompt:
@@ -245,10 +256,10 @@ async def test_text_takes_few_operations_over_the_slots_of_the_library(
     folder: Path, engine: TorchEngine, prompt: partial[Prompt], tokenizer: FastTokenizer
 ) -> None:
     """Outside of the exact mode: the library's code computes the picture, our own the text before and after it."""
-    options = EngineOptions(threads=1, context=1024, max_running=4, limits=SchedulerLimits(chunk_tokens=16))
+    limits = SchedulerLimits(chunk_tokens=16)
+    options = EngineOptions(threads=1, context=1024, max_running=4, limits=limits, compiled=False)
     mixed = load(folder, vocabulary=tokenizer.vocabulary, device="cpu", options=options)
-    assert mixed.info.steps.startswith("few operations")
-    assert engine.info.steps.startswith("the model's own code")
+    assert mixed.info.steps == "few operations"
     asked = prompt("A longer text stands before the picture, in a pass of its own. user: ", picture(5).item, " What?")
     texts = [prompt("user: What is 2+3?"), prompt("user: Count to ten, please. " * 4)]
     together = await asyncio.gather(*(run(mixed, one, GREEDY) for one in (asked, *texts)))
@@ -306,7 +317,9 @@ async def test_a_reply_to_a_picture_goes_on_when_its_process_is_killed(
 ) -> None:
     """The new process gets the picture again, and so do items that are expanded meanwhile."""
     seen = picture(40)
-    spec = EngineSpec("torch", folder, tuple(tokenizer.vocabulary), device="cpu", exact=True, context=1024)
+    compiled = None if engine.info.steps == COMPILED else False
+    vocabulary = tuple(tokenizer.vocabulary)
+    spec = EngineSpec("torch", folder, vocabulary, device="cpu", exact=True, compiled=compiled, context=1024)
     async with HostedEngine(spec) as hosted:
         assert hosted.info.media == engine.info.media
         asked = await asyncio.to_thread(make_prompt, hosted, tokenizer, "user: ", seen.item, " What?")

@@ -17,6 +17,8 @@ from PIL import Image as Pixels
 
 from palaver.chat.media_expander import MediaExpander
 from palaver.chat.model import Model
+from palaver.engines.base import COMPILED
+from palaver.engines.compiled.build import NO_COMPILER
 from palaver.engines.torch import EngineOptions, SchedulerLimits, load
 from palaver.formats.base import RenderOptions
 from palaver.formats.loader import load_format
@@ -28,7 +30,7 @@ from palaver.sampling import Sampling
 from tests import media_files
 from tests.engines.generate import continued, run
 from tests.engines.media_models import FAMILIES, RATE, build
-from tests.engines.media_reference import Library, picture, sound
+from tests.engines.media_reference import Library, Reply, picture, sound
 
 COUNT = 8
 FILM = media_files.video(seconds=2.0, audio_codec=None, frames_per_second=40)
@@ -54,6 +56,12 @@ SECONDS = {
 }
 SEPARATE = frozenset({"phi4_multimodal"})
 """Families whose pictures and sounds are compared in conversations of their own."""
+
+
+PLAIN = frozenset(
+    "qwen2_5_vl llava llava_onevision smolvlm pixtral mistral3 internvl qwen2_audio voxtral qwen2_5_omni".split()
+)
+"""Families whose text decoder is a plain one, and gets only embeddings and positions for media: with compiled steps."""
 
 
 def words(text: str) -> dict[str, Any]:
@@ -116,9 +124,9 @@ def expander() -> Iterator[MediaExpander]:
 
 
 @asynccontextmanager
-async def open_model(folder: Path, expander: MediaExpander) -> AsyncIterator[Model]:
+async def open_model(folder: Path, expander: MediaExpander, compiled: bool | None = False) -> AsyncIterator[Model]:
     tokenizer = load_tokenizer(folder)
-    options = EngineOptions(compiled=False, threads=1, limits=SchedulerLimits(chunk_tokens=24))
+    options = EngineOptions(compiled=compiled, threads=1, limits=SchedulerLimits(chunk_tokens=24))
     engine = load(folder, vocabulary=tuple(tokenizer.vocabulary), options=options)
     try:
         yield Model(engine, load_format(folder, tokenizer), folder.name, media=expander)
@@ -143,7 +151,24 @@ async def test_says_what_the_library_says(family: str, tmp_path: Path, expander:
         expected.append(library.generate([turn("user", *frames, words("What?"))], COUNT))
         asked.append([Message(Role.USER, (Video("video/mp4", FILM), Text("What?")))])
     greedy = Sampling(temperature=0, max_tokens=COUNT, banned_ids=library.control_ids)
-    async with open_model(tmp_path / family, expander) as model:
+    for compiled in (False, None):
+        await check_replies(family, tmp_path / family, expander, compiled, asked, expected, greedy)
+
+
+async def check_replies(
+    family: str,
+    folder: Path,
+    expander: MediaExpander,
+    compiled: bool | None,
+    asked: Sequence[Sequence[Message]],
+    expected: Sequence[Reply],
+    greedy: Sampling,
+) -> None:
+    if compiled is None and family not in PLAIN:
+        return
+    async with open_model(folder, expander, compiled) as model:
+        if compiled is None:
+            assert model.engine.info.steps == COMPILED or model.engine.info.steps.endswith(NO_COMPILER)
         assert set(FAMILIES[family].takes) <= set(model.engine.info.media)
         prompts = [await asyncio.to_thread(model.render, one) for one in asked]
         assert [prompt.context_ids for prompt in prompts] == [reply.prompt_ids for reply in expected]

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from ctypes import POINTER, Structure, c_float, c_int64, c_void_p
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,7 +53,8 @@ class RotaryTable:
     def up_to(self, position: int) -> HostArray:
         """The table with this position in it; a later position may replace it."""
         if position >= len(self._table):
-            self._table = self._build(min(self._max_position, max(2 * position, MIN_POSITIONS)) + 1)
+            most = min(self._max_position, max(2 * position, MIN_POSITIONS))
+            self._table = self._build(max(position, most) + 1)
         return self._table
 
     def _build(self, positions: int) -> HostArray:
@@ -110,22 +111,35 @@ class DecoderSizes:
             raise UnsupportedModel(f"compiled steps need sizes that are multiples of {LANES}")
 
 
+class RowChunk(NamedTuple):
+    """The next tokens of one sequence."""
+
+    slot: Slot[HostArray]
+    start: int
+    ids: Sequence[int]
+    rotary_shift: int = 0
+    """The rotary position of its tokens, less their position."""
+    rotations: HostArray | None = None
+    """Those of its tokens, [tokens, pairs, 2], where they don't follow from the rotary position."""
+    embeddings: Sequence[tuple[int, HostArray]] = ()
+    """Of tokens that stand for media, [tokens, size], each with the first of these tokens, counted from the start."""
+
+
 class Rows:
     """The new tokens of several sequences, as step.c reads them: slot, member stride, head stride, token, position,
-    needs_logits. Holds references to the pools of the slots, which keep their memory allocated."""
+    needs_logits, rotary position, embedding, rotations. Holds references to the memory that they point to: the pools of
+    the slots, and what media bring."""
 
-    def __init__(
-        self, chunks: Sequence[tuple[Slot[HostArray], int, Sequence[int]]], need_logits: bool, every_row: bool = False
-    ) -> None:
-        """`chunks`: the slot of each sequence, the position of its first new token, and its new tokens. `every_row`:
-        logits are needed after each of them, not only after the last."""
-        self._places: list[tuple[SlotPool[HostArray], int]] = [(slot.pool, slot.index) for slot, _, _ in chunks]
-        self.is_decode = need_logits and all(len(ids) == 1 for _, _, ids in chunks)
+    def __init__(self, chunks: Sequence[RowChunk], need_logits: bool, every_row: bool = False) -> None:
+        """`every_row`: logits are needed after each token, not only after the last one of a chunk."""
+        self._places: list[tuple[SlotPool[HostArray], int]] = [(chunk.slot.pool, chunk.slot.index) for chunk in chunks]
+        self._media = [(chunk.rotations, chunk.embeddings) for chunk in chunks if chunk.rotations is not None]
+        self.is_decode = need_logits and all(len(chunk.ids) == 1 for chunk in chunks)
         self.num_logits = len(chunks) if need_logits else 0
-        self.max_position = max(start + len(ids) for _, start, ids in chunks) - 1
-        self.array = np.zeros((sum(len(ids) for _, _, ids in chunks), 6), np.int64)
+        self.max_position = max(chunk.start + len(chunk.ids) for chunk in chunks) - 1
+        self.array = np.zeros((sum(len(chunk.ids) for chunk in chunks), 9), np.int64)
         end = 0
-        for slot, position, ids in chunks:
+        for slot, position, ids, shift, rotations, embeddings in chunks:
             (buffer,) = slot.pool.buffers.values()
             member_stride, slot_stride, head_stride = (stride // buffer.itemsize for stride in buffer.strides[:3])
             start, end = end, end + len(ids)
@@ -134,21 +148,37 @@ class Rows:
             self.array[start:end, 3] = ids
             self.array[start:end, 4] = range(position, position + len(ids))
             self.array[end - 1, 5] = need_logits
+            self.array[start:end, 6] = self.array[start:end, 4] + shift
+            if rotations is not None:
+                self._point_to(start, 8, rotations)
+            for first, values in embeddings:
+                self._point_to(start + first, 7, values)
         if every_row:
             self.array[:, 5], self.num_logits = True, len(self.array)
+        self.max_rotary_position = int(self.array[:, 6].max())
 
-    def advance(self, chunks: Sequence[tuple[Slot[HostArray], int, Sequence[int]]]) -> bool:
+    def _point_to(self, row: int, column: int, values: HostArray) -> None:
+        """The rows from this one on point to the values, one each."""
+        assert values.dtype == np.float32
+        assert values.flags.c_contiguous
+        self.array[row : row + len(values), column] = values.ctypes.data + values.strides[0] * np.arange(len(values))
+
+    def advance(self, chunks: Sequence[RowChunk]) -> bool:
         """Becomes the rows of these chunks where they are the next single tokens of the same slots; cheaper than new
         rows. Returns False, and changes nothing, where they are not."""
-        if not self.is_decode or len(chunks) != len(self._places):
+        if not self.is_decode or self._media or len(chunks) != len(self._places):
             return False
-        positions = self.array[:, 4].tolist()
-        for (pool, index), before, (slot, start, ids) in zip(self._places, positions, chunks, strict=True):
-            if slot.pool is not pool or slot.index != index or start != before + 1 or len(ids) != 1:
+        positions, rotary = self.array[:, 4].tolist(), self.array[:, 6].tolist()
+        for (pool, index), before, turned, chunk in zip(self._places, positions, rotary, chunks, strict=True):
+            if chunk.slot.pool is not pool or chunk.slot.index != index or chunk.start != before + 1:
                 return False
-        self.array[:, 3] = [ids[0] for _, _, ids in chunks]
+            if len(chunk.ids) != 1 or chunk.rotations is not None or chunk.rotary_shift != turned - before:
+                return False
+        self.array[:, 3] = [chunk.ids[0] for chunk in chunks]
         self.array[:, 4] += 1
+        self.array[:, 6] += 1
         self.max_position += 1
+        self.max_rotary_position += 1
         return True
 
 
@@ -159,7 +189,7 @@ class CompiledDecoder:
         self, weights: DecoderWeights, sizes: DecoderSizes, rotary: RotaryTable, library: Library, max_threads: int
     ) -> None:
         sizes.check(weights.embedding.shape[1])
-        self._rotary = rotary
+        self.rotary = rotary
         self._sizes = sizes
         self._vocabulary_size = len(weights.lm_head.weight.array)
         self._references: list[Any] = []
@@ -183,7 +213,7 @@ class CompiledDecoder:
 
     def run(self, rows: Rows, threads: int) -> HostArray:
         """The logits after each sequence's last token; none where the rows need none."""
-        rotations = self._rotary.up_to(rows.max_position).ctypes.data
+        rotations = self.rotary.up_to(rows.max_rotary_position).ctypes.data
         logits = np.empty((rows.num_logits, self._vocabulary_size), np.float32)
         array, done = rows.array, 0
         for start in range(0, len(array), MAX_ROWS):
@@ -311,7 +341,7 @@ class CompiledRunner(SlotRunner[HostArray]):
         chunks = []
         for sequence, count in zip(sequences, counts, strict=True):
             start = sequence.computed_tokens
-            chunks.append((self._slots[sequence], start, sequence.token_ids[start : start + count]))
+            chunks.append(self._chunk(sequence, sequence.token_ids[start : start + count]))
         rows = self._decode_rows
         if not need_logits or rows is None or not rows.advance(chunks):
             rows = Rows(chunks, need_logits)
@@ -319,10 +349,14 @@ class CompiledRunner(SlotRunner[HostArray]):
                 self._decode_rows = rows
         return self._run_rows(rows)
 
+    def _chunk(self, sequence: SequenceState, ids: Sequence[int]) -> RowChunk:
+        """The next tokens of a sequence."""
+        return RowChunk(self._slots[sequence], sequence.computed_tokens, ids)
+
     def _verify_drafts(self, sequences: Sequence[SequenceState], drafts: Sequence[Sequence[int]]) -> HostLogits:
         self._grow_slots(sequences, [1 + len(draft) for draft in drafts])
         chunks = [
-            (self._slots[sequence], sequence.computed_tokens, [sequence.token_ids[-1], *draft])
+            self._chunk(sequence, [sequence.token_ids[-1], *draft])
             for sequence, draft in zip(sequences, drafts, strict=True)
         ]
         logits = self._run_rows(Rows(chunks, need_logits=True, every_row=True))

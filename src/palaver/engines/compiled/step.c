@@ -72,12 +72,15 @@ typedef struct {
     int64_t max_rows, max_threads;
 } model;
 
-/* `slot` holds the keys and values of the row's sequence: members 2 * layer (keys) and 2 * layer + 1 (values). */
+/* `slot` holds the keys and values of the row's sequence: members 2 * layer (keys) and 2 * layer + 1 (values). A row that
+   stands for media has an embedding of its own instead of its token's, and may have rotations of its own. */
 typedef struct {
     float *slot;
     int64_t member_stride, head_stride; /* in floats */
     int64_t token, position;
     int64_t needs_logits;
+    int64_t rotary_position;
+    const float *embedding, *rotations; /* or NULL */
 } row;
 
 /* Rows that are attended for at once: consecutive tokens of one sequence. */
@@ -292,9 +295,8 @@ static void norm_rows(const work *w, const norm *by) {
         norm_to(by, w->d->x + r * hidden, hidden, w->d->normed + r * hidden);
 }
 
-/* Rotates by the position; the two halves of a head come out interleaved. */
-static void rotate(const work *w, const layer *l, const float *x, int64_t head, int64_t position, float scale,
-                   float *y) {
+/* Rotates by the row's position; the two halves of a head come out interleaved. */
+static void rotate(const work *w, const layer *l, const float *x, int64_t head, int64_t r, float scale, float *y) {
     int64_t size = w->d->m.head_dim, half = size / 2;
     float even[size] __attribute__((aligned(ALIGNMENT)));
     if (l->qk_norm.weight) {
@@ -302,7 +304,8 @@ static void rotate(const work *w, const layer *l, const float *x, int64_t head, 
         norm_to(&by, x, size, even);
         x = even;
     }
-    const float *rotations = w->rotations + position * size;
+    const row *at = w->rows + r;
+    const float *rotations = at->rotations ? at->rotations : w->rotations + at->rotary_position * size;
     for (int64_t j = 0; j < half; j++) {
         float cosine = rotations[2 * j], sine = rotations[2 * j + 1];
         y[2 * j] = (x[j] * cosine - x[j + half] * sine) * scale;
@@ -416,7 +419,7 @@ static void write_rows(const work *w, const layer *l, int64_t depth) {
         int64_t r = task / m->num_kv_heads, head = task % m->num_kv_heads, position = w->rows[r].position;
         float *key = keys_of(w, r, depth, head) + position * size, *value = key + w->rows[r].member_stride;
         const float *new = qkv_of(w, r, m->num_heads + m->num_kv_heads + head);
-        rotate(w, l, qkv_of(w, r, m->num_heads + head), m->num_heads + head, position, 1.0f, key);
+        rotate(w, l, qkv_of(w, r, m->num_heads + head), m->num_heads + head, r, 1.0f, key);
         for (int64_t i = 0; i < size; i++) value[i] = new[i];
     }
 }
@@ -428,8 +431,8 @@ static void attend_span(const work *w, const layer *l, int64_t depth, const span
     int64_t size = m->head_dim, first = head * (m->num_heads / m->num_kv_heads) + start;
     for (int64_t n = 0; n < at->count; n++)
         for (int64_t g = 0; g < count; g++)
-            rotate(w, l, qkv_of(w, at->first + n, first + g), first + g, w->rows[at->first + n].position, m->scale,
-                 w->queries + (n * count + g) * size);
+            rotate(w, l, qkv_of(w, at->first + n, first + g), first + g, at->first + n, m->scale,
+                   w->queries + (n * count + g) * size);
     const float *keys = keys_of(w, at->first, depth, head);
     attend(w, at->count * count, count, keys, keys + w->rows[at->first].member_stride, w->rows[at->first].position + 1);
     for (int64_t n = 0; n < at->count; n++)
@@ -543,7 +546,8 @@ void palaver_step(const decoder *d, const row *rows, int64_t count, const float 
     int64_t hidden = d->m.hidden_size;
     for (int64_t r = 0; r < count; r++) {
         w.logit_rows += rows[r].needs_logits;
-        for (int64_t i = 0; i < hidden; i++) d->x[r * hidden + i] = d->m.embedding[rows[r].token * hidden + i];
+        const float *embedding = rows[r].embedding ? rows[r].embedding : d->m.embedding + rows[r].token * hidden;
+        for (int64_t i = 0; i < hidden; i++) d->x[r * hidden + i] = embedding[i];
     }
 #ifdef _OPENMP
     if (threads > 1) {
@@ -650,7 +654,7 @@ static int check_dtype(int dtype) {
     if (d && ones && embedding && rotations && cache && together && alone) {
         row rows[CHECK_ROWS];
         for (int64_t r = 0; r < CHECK_ROWS; r++)
-            rows[r] = (row){cache, HEADS / 2 * TOKENS * SIZE, TOKENS * SIZE, r * 7 % TOKENS, r, 1};
+            rows[r] = (row){cache, HEADS / 2 * TOKENS * SIZE, TOKENS * SIZE, r * 7 % TOKENS, r, 1, r, NULL, NULL};
         palaver_step(d, rows, CHECK_ROWS, rotations, together, 2);
         for (int64_t r = 0; r < CHECK_ROWS; r++) {
             rows[r].slot = cache + slot_size;

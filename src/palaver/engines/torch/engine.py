@@ -100,6 +100,9 @@ class TorchEngine(LocalEngine):
         info = replace(info, reuse=runner.reuse, hint=hint)
         build = library.result() if library is not None and info.steps == COMPILED else None
         fingerprint = _fingerprint(info) if build is None else compiled_fingerprint(build)
+        if build is not None and media is not None:  # torch encodes them
+            encoders = f"torch-{torch.__version__}-{torch.backends.cpu.get_cpu_capability()}"
+            fingerprint = replace(fingerprint, build=f"{fingerprint.build}-{encoders}")
         info = replace(info, fingerprint=str(fingerprint))
         limits = _limits(options, torch.device(info.device), small)
         on_host = torch.device(info.device).type == "cpu"

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from palaver.engines.base import COMPILED
 from palaver.engines.compiled.build import Library
-from palaver.engines.compiled.decoder import CompiledDecoder, Rows
+from palaver.engines.compiled.decoder import CompiledDecoder, RowChunk, Rows
 from palaver.engines.core.kv_cache import HostArray, Slot, SlotAllocator
 from palaver.engines.core.options import EngineOptions
 from palaver.engines.core.runner import UnsupportedModel
@@ -73,7 +73,7 @@ class ForwardProbe:
         longer, shorter = slots.allocate(LENGTH), slots.allocate(LENGTH)
 
         def run(*spans: tuple[Slot[HostArray], int, int]) -> None:
-            rows = Rows([(slot, start, self.ids[start:stop]) for slot, start, stop in spans], need_logits=True)
+            rows = Rows([RowChunk(slot, start, self.ids[start:stop]) for slot, start, stop in spans], need_logits=True)
             for row, (_, _, stop) in zip(decoder.run(rows, 1), spans, strict=True):
                 self.compare(torch.from_numpy(row), stop)
 
@@ -84,9 +84,10 @@ class ForwardProbe:
 
     def compare(self, logits: Tensor, tokens: int) -> None:
         """Raises unless these are the logits after so many tokens, up to rounding."""
-        self._compare(logits, self._expected[tokens - 1])
+        self.compare_with(logits, self._expected[tokens - 1])
 
-    def _compare(self, logits: Tensor, expected: Tensor) -> None:
+    def compare_with(self, logits: Tensor, expected: Tensor) -> None:
+        """Raises unless these logits are the expected ones, up to rounding."""
         unit = _TOLERANCE[self._dtype] * max(1.0, float(expected.abs().max()))
         if not max_difference(logits, expected) <= max(unit, 2 * self._rounding):
             raise UnsupportedModel("its results with a cache differ from those without")

@@ -21,6 +21,7 @@ from palaver.engines.core.kv_cache import Slot, SlotAllocator
 from palaver.engines.core.options import EngineOptions, check_cache_bytes
 from palaver.engines.core.runner import SMALL_MODEL, Runner, UnsupportedModel
 from palaver.engines.torch.batch import BatchInputs, ForwardBatch, SequenceChunk, build_batch, sequence_chunk
+from palaver.engines.torch.compiled_media import CompiledMediaRunner, MediaRotations, check_compiled_media
 from palaver.engines.torch.devices import (
     TensorLayout,
     TorchThreads,
@@ -176,6 +177,10 @@ def pick_runner(
         try:
             layout = probe.layout()
             forward, steps = probe.pick_forward(layout, context_length, options, library, threads)
+            if isinstance(forward, CompiledDecoder) and media is not None and probe.rotations is not None:
+                media.free_decoder()
+                limits = (cache_bytes, context_length, threads, options.speculate)
+                return CompiledMediaRunner(forward, media, probe.rotations, *limits), COMPILED, BY_TEXT
             check_required(options, steps)
             if isinstance(forward, CompiledDecoder):
                 compiled = CompiledRunner(forward, cache_bytes, context_length, threads, options.speculate)
@@ -227,6 +232,8 @@ class ModelProbe(ForwardProbe):
         self._late_start = context_length - LATE if context_length >= LENGTH + LATE else 0
         """The position of the late tokens; 0: the context is too short for them."""
         self._late_logits: Tensor | None = None
+        self.rotations: MediaRotations | None = None
+        """Those of media, if steps with media are compiled."""
 
     def layout(self) -> TensorLayout:
         return kv_layout(self._model, torch.tensor(self.ids[:4], device=self._model.device))
@@ -241,7 +248,7 @@ class ModelProbe(ForwardProbe):
     ) -> tuple[Forward | CompiledDecoder, str]:
         """What runs a batch, and whose code that is (`EngineInfo.steps`)."""
         if self._media is not None:
-            return self._pick_media_forward(layout, context_length, options, library)
+            return self._pick_media_forward(layout, context_length, options, library, threads)
         try:
             if not options.fused:
                 raise UnsupportedModel("it is not wanted")
@@ -266,10 +273,21 @@ class ModelProbe(ForwardProbe):
         return compiled, COMPILED
 
     def _pick_media_forward(
-        self, layout: TensorLayout, context_length: int, options: EngineOptions, library: Future[Library] | None
-    ) -> tuple[Forward, str]:
+        self,
+        layout: TensorLayout,
+        context_length: int,
+        options: EngineOptions,
+        library: Future[Library] | None,
+        threads: TorchThreads,
+    ) -> tuple[Forward | CompiledDecoder, str]:
         """In the exact mode the library's code computes text, too: bits must not depend on media in the same pass."""
         own = self._library_decoder(layout)
+        not_compiled: Exception = UnsupportedModel("it is not wanted")
+        if library is not None:
+            try:
+                return self._compile_with_media(own, layout, context_length, library.result(), threads), COMPILED
+            except Exception as error:
+                not_compiled = error
         forward: LibraryDecoder | TextAndMediaDecoder = own
         steps = _LIBRARY_CODE
         try:
@@ -285,7 +303,22 @@ class ModelProbe(ForwardProbe):
         except Exception:  # then the library's code computes text, too
             own.interleaves = False
         best, steps = self.with_cuda_graphs(forward, layout, steps, options)
-        return best, explain_not_compiled(library, steps, UnsupportedModel("it takes media"))
+        return best, explain_not_compiled(library, steps, not_compiled)
+
+    def _compile_with_media(
+        self, own: LibraryDecoder, layout: TensorLayout, context_length: int, library: Library, threads: TorchThreads
+    ) -> CompiledDecoder:
+        """Raises UnsupportedModel where compiled steps can't compute this model with its media."""
+        if self.rope is not None:
+            raise UnsupportedModel("it has angles that depend on the length")
+        assert self._media is not None
+        parts = PlainDecoder.from_model(self._model, context_length, find_decoder(self._model))
+        compiled = compile_decoder(parts, library, threads.large_pass)
+        if compiled.layout.layer_shapes != layout.layer_shapes:
+            raise UnsupportedModel("its layers differ")
+        self.check_compiled(compiled)
+        self.rotations = check_compiled_media(self, compiled, own, layout, self._media, parts.embedding)
+        return compiled
 
     def pick_exact_passes(
         self, forward: Forward, layout: TensorLayout, exact: bool, threads: TorchThreads
@@ -331,7 +364,7 @@ class ModelProbe(ForwardProbe):
         passes = [[late], [early]] if late.long_rope else [[late, early]]
         batches = [build_batch(chunks, expected.device) for chunks in passes]
         rows = torch.cat([forward(_shift_positions(batch, late.slot, self._late_start)) for batch in batches])
-        self._compare(rows[0], expected[late.start + len(late.ids) - 1])
+        self.compare_with(rows[0], expected[late.start + len(late.ids) - 1])
         self.compare(rows[1], early.start + len(early.ids))
 
     def _expected_late(self) -> Tensor:

@@ -167,7 +167,7 @@ class MediaEncoder:
     passes of its decoder."""
 
     def __init__(self, model: PreTrainedModel, processor: Any) -> None:
-        self._model = model
+        self.model = model
         self._processor = processor
         self._lock = threading.Lock()
         self.placeholders = _placeholders(processor)
@@ -196,7 +196,7 @@ class MediaEncoder:
 
     @property
     def device(self) -> torch.device:
-        return self._model.device
+        return self.model.device
 
     def process(self, item: MediaItem, content: MediaContent) -> TorchMedia:
         array = np.frombuffer(content.data, dtype=content.dtype).reshape(content.shape)
@@ -261,7 +261,7 @@ class MediaEncoder:
     def encode(self, key: str, media: TorchMedia) -> EncodedMedia:
         """In the engine's thread: it uses the device."""
         if media.encoded is None:
-            ids = torch.tensor([media.expansion.token_ids], device=self._model.device)
+            ids = torch.tensor([media.expansion.token_ids], device=self.model.device)
             arguments = self._decoder_arguments(ids, media.inputs)
             last = ids.shape[1] - media.expansion.tail
             media.encoded = _encoded(arguments, slice(media.expansion.lead, last))
@@ -272,7 +272,7 @@ class MediaEncoder:
         return media.encoded
 
     def _decoder_arguments(self, ids: Tensor, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        device, dtype = self._model.device, self._model.dtype
+        device, dtype = self.model.device, self.model.dtype
         moved = {
             name: value.to(device, dtype) if value.is_floating_point() else value.to(device)
             for name, value in inputs.items()
@@ -283,12 +283,18 @@ class MediaEncoder:
         self._capturing = True
         try:
             with quiet():
-                self._model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, **moved, **others)
+                self.model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, **moved, **others)
         except _DecoderReached as reached:
             return reached.arguments
         finally:
             self._capturing = False
         raise UnsupportedContent("The model's decoder isn't called for media.")
+
+    def free_decoder(self) -> None:
+        """Frees the weights of the decoder's layers, which compiled steps have copied: encoding ends before them."""
+        layers: Any = find_decoder(self.model)
+        for parameter in layers.layers.parameters():
+            parameter.data = parameter.data.new_empty(0)
 
     @contextmanager
     def injected(self, rows: list[tuple[int, EncodedMedia, slice]]) -> Iterator[None]:
@@ -310,7 +316,7 @@ class MediaEncoder:
             return None
         embeddings = kwargs.get("inputs_embeds")
         if embeddings is None:
-            embeddings = self._model.get_input_embeddings()(kwargs.pop("input_ids"))
+            embeddings = self.model.get_input_embeddings()(kwargs.pop("input_ids"))
         return args, {**kwargs, **_arguments_with(embeddings, kwargs, self._injected)}
 
     def _before_first_layer(self, _: Any, args: tuple[Any, ...]) -> None:
