@@ -132,7 +132,7 @@ def main() -> None:
     parser.add_argument("--fronts", type=int, default=0)
     parser.add_argument("--database", choices=["sqlite", "postgresql"], default="sqlite")
     parser.add_argument("--host", type=int, default=0)
-    parser.add_argument("--engine", default="", help="of --host, as `palaver serve` has it")
+    parser.add_argument("--engine", default="auto", help="of --host, as `palaver serve` has it")
     parser.add_argument("--engine-python", type=Path)
     parser.add_argument("--no-compile", action="store_true", help="the engine of --host starts sooner")
     given = parser.parse_args()
@@ -142,8 +142,7 @@ def main() -> None:
         fronts(given.fronts, given.seconds, given.database)
     if given.host:
         compiled = False if given.no_compile else None
-        named = LoadOptions(engine=given.engine, engine_python=given.engine_python, compiled=compiled)
-        options = named if given.engine else None
+        options = LoadOptions(engine=given.engine, engine_python=given.engine_python, compiled=compiled)
         asyncio.run(host(given.host, given.model or "sprout", options))
 
 
