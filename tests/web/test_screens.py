@@ -98,6 +98,7 @@ def test_thinking_and_the_answer(browser: Browser, drawing: Served, pictures: Pa
     ended(page)
     expect(page.locator(".katex").first).to_be_visible()
     expect(page.locator(".hljs-keyword").first).to_be_visible()
+    expect(page.get_by_text("circle, nearly")).to_be_visible()
     seen(page, "light", pictures)
     dark = opened(browser, page.url, scheme="dark")
     ended(dark)
