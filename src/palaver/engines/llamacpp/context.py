@@ -137,7 +137,7 @@ class Context:
         self.closing = False
         self._model = model
         self._adapter = None if adapter is None else self._load_adapter(adapter)
-        self._places: list[_Place | None] = [None] * (settings.sequences if settings.separate else 1)
+        self._places: list[_NativeContext | None] = [None] * (settings.sequences if settings.separate else 1)
         """The llama.cpp contexts, once they are used."""
         self._arrays = _BatchArrays(settings.sequences)
         self._shifts: dict[int, list[tuple[int, int]]] = {}
@@ -153,11 +153,11 @@ class Context:
             self._open(closed)
         return closed is not None
 
-    def _open(self, number: int) -> _Place:
+    def _open(self, number: int) -> _NativeContext:
         place = self._places[number]
         if place is None:
             pointer = self._init_pointer()
-            place = _Place(pointer, self._library.llama_get_memory(pointer), self.settings.threads)
+            place = _NativeContext(pointer, self._library.llama_get_memory(pointer), self.settings.threads)
             self._places[number] = place
         return place
 
@@ -263,7 +263,7 @@ class Context:
         if end.value - behind != position - start:
             self._shifts.setdefault(sequence, []).append((behind, end.value - behind))
 
-    def _set_threads(self, place: _Place, rows: int) -> None:
+    def _set_threads(self, place: _NativeContext, rows: int) -> None:
         """For a pass with so many tokens of a sequence."""
         threads = self.settings.prompt_threads if rows >= PROMPT_ROWS else self.settings.threads
         if place.threads != threads:
@@ -335,7 +335,7 @@ class Context:
         """False for a sequence that never had a token."""
         return not self.settings.separate or self._places[sequence] is not None
 
-    def _locate(self, sequence: int) -> tuple[_Place, int]:
+    def _locate(self, sequence: int) -> tuple[_NativeContext, int]:
         """The llama.cpp context of a sequence, and the number of the sequence there."""
         assert 0 <= sequence < self.settings.sequences
         return (self._open(sequence), 0) if self.settings.separate else (self._open(0), sequence)
@@ -348,7 +348,7 @@ class Context:
 
 
 @dataclass(slots=True)
-class _Place:
+class _NativeContext:
     """A context of llama.cpp."""
 
     pointer: Any

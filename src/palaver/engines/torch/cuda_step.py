@@ -93,7 +93,7 @@ MIN_PART = 768
 
 
 @dataclass(frozen=True, slots=True)
-class Projection:
+class TiledProjection:
     """A linear layer and how its products are divided."""
 
     weight: Tensor
@@ -107,7 +107,7 @@ class Projection:
     vector: VectorShape
 
     @classmethod
-    def of(cls, linear: Linear, gated: bool = False) -> Projection:
+    def of(cls, linear: Linear, gated: bool = False) -> TiledProjection:
         """`gated`: its outputs are those of gate and up, one after the other."""
         weight = linear.weight.t().contiguous()
         outputs, inputs = weight.shape[0] // (2 if gated else 1), weight.shape[1]
@@ -141,13 +141,13 @@ def _split(outputs: int, inputs: int) -> int:
 @dataclass(frozen=True, slots=True)
 class StepLayer:
     input_gain: Tensor
-    qkv: Projection
+    qkv: TiledProjection
     query_gain: Tensor
     key_gain: Tensor
-    output: Projection
+    output: TiledProjection
     post_attention_gain: Tensor
-    gate_up: Projection
-    down: Projection
+    gate_up: TiledProjection
+    down: TiledProjection
 
     @classmethod
     def of(cls, layer: DecoderLayer, num_heads: int) -> StepLayer:
@@ -155,13 +155,13 @@ class StepLayer:
         gains = layer.input_norm.weight if norm is None else norm.weight
         return cls(
             input_gain=layer.input_norm.weight,
-            qkv=Projection.of(layer.qkv_proj),
+            qkv=TiledProjection.of(layer.qkv_proj),
             query_gain=gains if norm is None else gains[0].contiguous(),
             key_gain=gains if norm is None else gains[num_heads].contiguous(),
-            output=Projection.of(layer.o_proj),
+            output=TiledProjection.of(layer.o_proj),
             post_attention_gain=layer.post_attention_norm.weight,
-            gate_up=Projection.of(layer.gate_up_proj, gated=True),
-            down=Projection.of(layer.down_proj),
+            gate_up=TiledProjection.of(layer.gate_up_proj, gated=True),
+            down=TiledProjection.of(layer.down_proj),
         )
 
 
@@ -189,7 +189,7 @@ class StepRow:
 class StepBuffers:
     """What a pass over so many rows reads and writes besides the cache."""
 
-    def __init__(self, step: DecoderStep, rows: int, tile_of: Callable[[Projection], TileShape]) -> None:
+    def __init__(self, step: DecoderStep, rows: int, tile_of: Callable[[TiledProjection], TileShape]) -> None:
         like, last = step.embedding, step.layers[-1]
         size = like.shape[1]
         self.hidden, self.scaled = like.new_empty(rows, size), like.new_empty(rows, size)
@@ -212,7 +212,7 @@ class DecoderStep:
         self.layers = [StepLayer.of(layer, parts.num_heads) for layer in parts.layers]
         self.exact = exact
         self._final_gain = parts.norm.weight
-        self._head = Projection.of(parts.lm_head)
+        self._head = TiledProjection.of(parts.lm_head)
         self._heads = _HeadShape.of(parts)
         self._epsilon = parts.norm.epsilon
         _check_norms(parts)
@@ -413,7 +413,7 @@ class DecoderStep:
 
     def _linear(
         self,
-        projection: Projection,
+        projection: TiledProjection,
         x: Tensor,
         out: Tensor,
         squares: Tensor | None = None,
@@ -463,7 +463,7 @@ class DecoderStep:
 
     def _matvec(
         self,
-        projection: Projection,
+        projection: TiledProjection,
         x: Tensor,
         out: Tensor,
         gain: Tensor | None = None,
