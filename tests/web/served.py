@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from palaver.addresses import AddressGuard
 from palaver.chat.engine_spec import STATES, LoadOptions
 from palaver.chat.model import Model
 from palaver.chat.model_loader import ModelLoader
@@ -121,7 +122,7 @@ async def serve(asked: argparse.Namespace) -> None:
     with open_store(asked.folder) as store:
         name = "scripted" if asked.script else "calling" if asked.calling else asked.gguf or "sprout"
         models = ModelPool(load, (name, SECOND) if asked.second else (name,))
-        toolbox = tool_servers(asked.folder, asked.calling) if asked.calling or asked.demo else None
+        toolbox = tool_servers(asked) if asked.calling or asked.demo else None
         async with Service(store, models, resume=True, transcriber=asked.transcriber, toolbox=toolbox) as service:
             models.load(name)
             server = Server(service, settings)
@@ -129,12 +130,13 @@ async def serve(asked: argparse.Namespace) -> None:
             await run_server(UvicornServer(server, grace=0), listening, server)
 
 
-def tool_servers(folder: Path, misbehaves: bool) -> Toolbox:
+def tool_servers(asked: argparse.Namespace) -> Toolbox:
     from tests.chat.tool_service import misbehaving
     from tests.tools.demo_server import demo_config
 
-    server = misbehaving(folder / "record") if misbehaves else demo_config(folder)
-    return Toolbox(OperatorServers((server,)), folder / "tools")
+    server = misbehaving(asked.folder / "record") if asked.calling else demo_config(asked.folder)
+    guard = AddressGuard(is_allowed=lambda one: True) if asked.private else AddressGuard()
+    return Toolbox(OperatorServers((server,)), asked.folder / "tools", guard=guard)
 
 
 def main() -> None:
@@ -150,6 +152,7 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=0, help="it writes blocks of so many tokens, with drafts")
     parser.add_argument("--calling", action="store_true", help="a model that calls the tools that a message names")
     parser.add_argument("--demo", action="store_true", help="offers the demo's tools to conversations")
+    parser.add_argument("--private", action="store_true", help="users may add tool servers at any address")
     parser.add_argument("--share", action="store_true", help="users may share conversations")
     parser.add_argument("--gguf", help="a file or a model's name to load as `palaver serve` does")
     parser.add_argument("--second", action="store_true", help="offers a second model that only recites")

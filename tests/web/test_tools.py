@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,8 @@ import pytest
 from playwright.sync_api import Locator, Page, expect
 
 from tests.chat.tool_service import ANSWER
+from tests.tools import misbehaving_server
+from tests.tools.oauth_server import serve_oauth
 from tests.web.conftest import PATIENCE, Served
 from tests.web.screen import ask, keep_picture, last_reply
 from tests.web.test_manners import grave_violations
@@ -46,10 +49,10 @@ def approval(page: Page) -> Locator:
     return page.get_by_role("group", name="Run th")
 
 
-def press_on(page: Page, button: Locator) -> None:
+def press_on(page: Page, button: Locator, key: str = "Shift+Tab") -> None:
     """Goes to the button by the Tab key alone, and presses Enter."""
     for _ in range(80):
-        page.keyboard.press("Shift+Tab")
+        page.keyboard.press(key)
         if button.evaluate("element => element === document.activeElement"):
             page.keyboard.press("Enter")
             return
@@ -72,7 +75,7 @@ def test_one_press_of_a_key_runs_all_calls(talk: Page) -> None:
     expect(talk.get_by_label("Tool call: bad__unchanged")).to_contain_text("as always")
 
 
-def test_sprout_calls_two_tools_of_the_demo(page: Page, tmp_path: Path) -> None:
+def test_sprout_calls_two_tools_of_the_demo_and_reads_its_notes(page: Page, tmp_path: Path) -> None:
     with Served(tmp_path, "--demo") as served:
         open_conversation(page, served, {"tool_servers": ["demo"], "temperature": 0})
         page.get_by_label("Message", exact=True).focus()
@@ -86,6 +89,34 @@ def test_sprout_calls_two_tools_of_the_demo(page: Page, tmp_path: Path) -> None:
         expect(page.get_by_label("Tool call: calculate")).to_contain_text("391")
         expect(page.get_by_label("Tool call: clock")).to_contain_text(re.compile(r"\d\d:\d\d"))
         assert grave_violations(page) == []
+        attach_by_the_keyboard(page, served)
+
+
+def attach_by_the_keyboard(page: Page, served: Served) -> None:
+    """A resource of the demo, and a prompt with an argument, become files of the next message."""
+    (served.folder / "notes").write_text("buy milk\n")
+    files = page.get_by_role("list", name="Attached files")
+    page.get_by_label("Message", exact=True).focus()
+    press_on(page, page.get_by_role("button", name="Attach from a tool server"), key="Tab")
+    dialog = page.get_by_role("dialog", name="Attach from a tool server")
+    expect(dialog.get_by_role("region", name="demo")).to_contain_text("All notes.")
+    assert grave_violations(page) == []
+    press_on(page, dialog.get_by_role("button", name="Attach notes"), key="Tab")
+    expect(dialog).to_have_count(0)
+    expect(files.get_by_role("listitem")).to_contain_text(["all"])
+    expect(page.get_by_role("button", name="Attach from a tool server")).to_be_focused()
+    page.keyboard.press("Enter")
+    dialog.get_by_label("text", exact=True).focus()
+    page.keyboard.type("The build is green.")
+    page.keyboard.press("Enter")
+    expect(files.get_by_role("listitem")).to_contain_text(["all", "summarize"])
+    ask(page, "Hello")
+    sent = page.locator("article.user").last
+    expect(sent.locator("details.file")).to_have_count(2)
+    sent.locator("summary").first.click()
+    expect(sent.locator("details.file").first).to_contain_text("buy milk")
+    sent.locator("summary").last.click()
+    expect(sent.locator("details.file").last).to_contain_text("Summarize this in one sentence: The build is green.")
 
 
 def test_arguments_are_edited_and_a_call_is_denied(talk: Page) -> None:
@@ -141,3 +172,31 @@ def test_servers_are_offered_and_added_in_the_settings(page: Page, served: Serve
     approval(page).get_by_label("Remember:").select_option("server")
     approval(page).get_by_role("button", name="Run", exact=True).click()
     expect(last_reply(page)).to_contain_text(ANSWER)
+    page.get_by_role("button", name="Settings").first.click()
+    dialog.get_by_role("tab", name="Tools").click()
+    dialog.get_by_text("Remembered decisions (1)").click()
+    expect(dialog.get_by_text("runs without asking, in all conversations")).to_be_visible()
+    assert grave_violations(page) == []
+    press_on(page, dialog.get_by_role("button", name="Ask again about bad"), key="Tab")
+    expect(dialog.get_by_text("Remembered decisions")).to_have_count(0)
+    page.keyboard.press("Escape")
+    ask(page, calls(["bad__unchanged"]))
+    expect(approval(page)).to_be_visible()
+
+
+def test_a_user_is_led_to_the_sign_in_of_a_server(page: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(misbehaving_server, "RECORD", os.devnull)
+    with serve_oauth() as authorization, Served(tmp_path, "--calling", "--private") as served:
+        page.goto(served.url)
+        page.get_by_role("button", name="Settings").first.click()
+        dialog = page.locator("dialog")
+        dialog.get_by_role("tab", name="Tools").click()
+        dialog.get_by_text("Add a tool server").click()
+        dialog.get_by_label("Name of the server").fill("web")
+        dialog.get_by_label("URL").fill(authorization.url)
+        page.keyboard.press("Enter")
+        expect(dialog.get_by_text("needs you to sign in")).to_be_visible()
+        press_on(page, dialog.get_by_role("button", name="Sign in to web"))
+        link = dialog.get_by_role("link", name="Continue at 127.0.0.1")
+        expect(link).to_be_focused()
+        assert grave_violations(page) == []

@@ -410,6 +410,7 @@ export const strings = {
     none: 'No tool servers. The operator adds commands; you can add a URL.',
     tools: (number: number) => plural(number, 'tool'),
     list: (name: string) => `Tools of ${name}`,
+    removeThis: 'Remove',
     remove: (name: string) => `Remove ${name}`,
     add: 'Add a tool server',
     name: 'Name of the server',
@@ -417,6 +418,31 @@ export const strings = {
     token: 'Access token (optional)',
     hint: 'An MCP server at a public address. Its tools run only after your approval.',
     submit: 'Add',
+    signIn: 'Sign in',
+    signInTo: (name: string) => `Sign in to ${name}`,
+    openSignIn: (host: string) => `Continue at ${host} (new tab)`,
+    signInWaits: 'Sign in there and come back. This page notices it.',
+    signInBad: 'The server named an address that can’t be opened.',
+  },
+
+  toolRules: {
+    title: (number: number) => `Remembered decisions (${count(number)})`,
+    always: 'runs without asking',
+    never: 'never runs',
+    here: 'in this conversation',
+    elsewhere: 'in another conversation',
+    everywhere: 'in all conversations',
+    forget: 'Ask again',
+    forgetNamed: (name: string) => `Ask again about ${name}`,
+  },
+
+  toolResources: {
+    open: 'Attach from a tool server',
+    loading: 'Loading…',
+    none: 'This server has nothing to attach.',
+    kinds: { resource: 'Resource', prompt: 'Prompt' },
+    attach: 'Attach',
+    attachNamed: (name: string) => `Attach ${name}`,
   },
 
   tokens: {

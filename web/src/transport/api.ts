@@ -1,5 +1,5 @@
 // What the page asks of the server, one function for each.
-import { address, once, request } from './http'
+import { address, once, request, send } from './http'
 import type {
   BlobPut,
   CallDecision,
@@ -23,6 +23,7 @@ import type {
   Part,
   Preset,
   Raw,
+  ReadToolResource,
   Said,
   Share,
   ShareBranch,
@@ -30,8 +31,11 @@ import type {
   TallyRow,
   TextTokens,
   Token,
+  ToolResource,
   ToolRound,
+  ToolRule,
   ToolServer,
+  ToolSignIn,
   Transcription,
 } from './types'
 
@@ -153,11 +157,21 @@ export const choose = (id: string, reply: string | null): Promise<Comparison> =>
 export const tally = (): Promise<TallyRow[]> => request(at('comparisons', 'tally'))
 export const preferences = (): string => address(at('comparisons', 'preferences'))
 
-export const toolServers = (): Promise<ToolServer[]> => request(at('tools'))
+/** `connect`: waits until they are connected, or have failed. */
+export const toolServers = (connect = true): Promise<ToolServer[]> => request(at('tools'), { query: { connect } })
 export const addToolServer = (name: string, url: string, headers: Record<string, string>): Promise<ToolServer> =>
   request(at('tools'), { method: 'POST', json: { name, url, headers } })
 export const removeToolServer = (name: string): Promise<void> =>
   request(at('tools', 'remove'), { method: 'POST', json: { name } })
+export const startToolSignIn = (server: string): Promise<ToolSignIn> =>
+  request(at('tools', 'sign-in'), { method: 'POST', json: { server } })
+export const toolResources = (server: string): Promise<ToolResource[]> =>
+  request(at('tools', 'resources'), { query: { server } })
+export const readToolResource = async (asked: ReadToolResource): Promise<Blob> =>
+  (await send(at('tools', 'resources', 'read'), { method: 'POST', json: asked })).blob()
+export const toolRules = (): Promise<ToolRule[]> => request(at('tools', 'rules'))
+export const forgetToolRule = ({ name, conversation_id }: ToolRule): Promise<void> =>
+  request(at('tools', 'rules'), { method: 'DELETE', query: { name, conversation: conversation_id } })
 export const toolRound = (id: string): Promise<ToolRound | null> => request(at('turns', id, 'tools'))
 export const decideCalls = (id: string, decisions: CallDecision[]): Promise<ToolRound> =>
   request(at('turns', id, 'tools'), { method: 'POST', json: { decisions } })
