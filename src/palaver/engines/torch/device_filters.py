@@ -15,8 +15,12 @@ from torch import Tensor
 from palaver.engines.core.processor import LogitsProcessor
 from palaver.engines.torch.device_changes import to_device
 
-DECIDED, NONE_LEFT = 0.0, 2.0
-"""As in `sampling_kernels`, which can't be imported without Triton."""
+REPORTED = 20
+"""Alternatives in a row of results."""
+TOKEN, LOGPROB, DRAWN_LOGPROB, STATUS, LISTS = range(5)
+"""Columns of the results. After them four lists: ids and log-probabilities before filtering, and the same after it."""
+DECIDED, UNDECIDED, NONE_LEFT = range(3)
+WIDTH = LISTS + 4 * REPORTED
 
 
 def sample_rows(logits: Tensor, scores: Tensor, processors: Sequence[LogitsProcessor], reported: int) -> Tensor:

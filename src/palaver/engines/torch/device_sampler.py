@@ -27,14 +27,14 @@ from palaver.engines.core.sampler import (
     make_alternatives,
     make_step,
 )
+from palaver.engines.torch import device_filters
 from palaver.engines.torch.device_changes import DeviceChanges, to_device
 from palaver.errors import PalaverError
 from palaver.generation import Step
-from palaver.sampling import Sampling
 
 Array: TypeAlias = NDArray[np.float64]
 
-DEVICE_SAMPLER_VERSION = 2
+DEVICE_SAMPLER_VERSION = 3
 """Raised when the same logits, settings and seed may give another token on CUDA than before."""
 
 
@@ -107,17 +107,19 @@ def sample_on_device(
     """With the kernels of `sampling_kernels`, or with torch's operations where there are none."""
     scores = changes.apply(logits, [processor.changes() if processor.is_active else None for processor in processors])
     if kernels is None:
-        rows = zip(logits, scores, processors, strict=True)
-        found: list[SampledStep] = [_sample_row(row, own, processor) for row, own, processor in rows]
+        results = device_filters.sample_rows(logits, scores, processors, device_filters.REPORTED)
+        table = start_copy(results)
         if next_pass is not None:
-            next_pass.start(torch.tensor([0 if isinstance(step, PalaverError) else step.token_id for step in found]))
-            _drop_failed(found, next_pass)
-        return found
+            next_pass.start(results[:, device_filters.TOKEN].long())
+        steps = _read_results(table(), processors)
+        if next_pass is not None:
+            _drop_failed(steps, next_pass)
+        return steps
     settings = np.array([_kernel_settings(processor, kernels.MAX_TOP_K) for processor in processors], dtype=np.float64)
     results = kernels.sample_rows(logits, scores, to_device(settings, logits.device))
     table = start_copy(results)
     if next_pass is not None and all(is_decided_by_kernel(processor, kernels.MAX_TOP_K) for processor in processors):
-        next_pass.start(results[:, kernels.TOKEN].long())
+        next_pass.start(results[:, device_filters.TOKEN].long())
     else:
         next_pass = None
     return steps_from_results(table(), logits, scores, processors, kernels, next_pass)
@@ -133,13 +135,21 @@ def steps_from_results(
 ) -> list[SampledStep]:
     """What the kernels decided, and the rest by torch's operations. `next_pass` runs already with the kernels' tokens:
     the rows that get another one are dropped from it."""
-    steps: list[SampledStep] = []
-    for row, step in enumerate(_read_results(table, processors, kernels)):
-        if step is None:
-            if next_pass is not None:
+    left = [
+        row
+        for row, processor in enumerate(processors)
+        if table[row, device_filters.STATUS] == device_filters.UNDECIDED
+        or not is_decided_by_kernel(processor, kernels.MAX_TOP_K)
+    ]
+    if left:
+        if next_pass is not None:
+            for row in left:
                 next_pass.drop(row)
-            step = _sample_row(logits[row], scores[row], processors[row])
-        steps.append(step)
+        own = [processors[row] for row in left]
+        rest = device_filters.sample_rows(logits[left], scores[left], own, device_filters.REPORTED)
+        table = table.copy()
+        table[left] = rest.cpu().numpy()
+    steps = _read_results(table, processors)
     if next_pass is not None:
         _drop_failed(steps, next_pass)
     return steps
@@ -182,16 +192,13 @@ def _kernel_settings(processor: LogitsProcessor, max_top_k: int) -> tuple[float,
     return (1 / sampling.temperature, top_k, sampling.top_p, sampling.min_p, processor.uniform(), -1)
 
 
-def _read_results(table: Array, processors: Sequence[LogitsProcessor], kernels: ModuleType) -> list[SampledStep | None]:
-    """The steps that the kernels decided; None for the others. Alternatives are left to the readers of the replies."""
-    batch = _BatchResults(table, processors, kernels)
-    columns = batch.table[:, [kernels.TOKEN, kernels.LOGPROB, kernels.STATUS]].tolist()
-    steps: list[SampledStep | None] = []
+def _read_results(table: Array, processors: Sequence[LogitsProcessor]) -> list[SampledStep]:
+    """Alternatives are left to the readers of the replies."""
+    batch = _BatchResults(table, processors)
+    columns = table[:, [device_filters.TOKEN, device_filters.LOGPROB, device_filters.STATUS]].tolist()
+    steps: list[SampledStep] = []
     for row, ((token_id, logprob, status), processor) in enumerate(zip(columns, processors, strict=True)):
-        if status == kernels.UNDECIDED or not is_decided_by_kernel(processor, kernels.MAX_TOP_K):
-            steps.append(None)
-            continue
-        score = -math.inf if status == kernels.NONE_LEFT else 0.0
+        score = -math.inf if status == device_filters.NONE_LEFT else 0.0
         step = make_step(SampledToken(int(token_id), logprob, score), processor)
         if isinstance(step, Step) and processor.sampling.logprobs:
             steps.append(PendingStep(step.token_id, partial(batch.add_alternatives, step, row)))
@@ -204,10 +211,9 @@ class _BatchResults:
     """The results of a batch, as the kernels wrote them. Whole columns become lists at once, when the first reader asks
     for its alternatives."""
 
-    def __init__(self, table: Array, processors: Sequence[LogitsProcessor], kernels: ModuleType) -> None:
+    def __init__(self, table: Array, processors: Sequence[LogitsProcessor]) -> None:
         self.table = table
         self._wanted = [processor.sampling.logprobs for processor in processors]
-        self._kernels = kernels
 
     def add_alternatives(self, step: Step, row: int) -> Step:
         drawn_logprobs, raw_ids, raw_logprobs, own_ids, own_logprobs = self._columns
@@ -220,91 +226,13 @@ class _BatchResults:
     def _columns(
         self,
     ) -> tuple[list[float], list[list[int]], list[list[float]], list[list[int]], list[list[float]]]:
-        count, kernels = max(self._wanted), self._kernels
-        starts = range(kernels.LISTS, kernels.WIDTH, kernels.REPORTED)
+        count = max(self._wanted)
+        starts = range(device_filters.LISTS, device_filters.WIDTH, device_filters.REPORTED)
         raw_ids, raw_logprobs, own_ids, own_logprobs = (self.table[:, start : start + count] for start in starts)
         return (
-            self.table[:, kernels.DRAWN_LOGPROB].tolist(),
+            self.table[:, device_filters.DRAWN_LOGPROB].tolist(),
             raw_ids.astype(np.int64).tolist(),
             raw_logprobs.tolist(),
             own_ids.astype(np.int64).tolist(),
             own_logprobs.tolist(),
         )
-
-
-def _sample_row(logits: Tensor, scores: Tensor, processor: LogitsProcessor) -> Step | PalaverError:
-    """With torch's operations, for what the kernels leave undecided, such as ties and wide filters."""
-    count = min(processor.sampling.logprobs, len(scores))
-    if processor.do_sample:
-        weights = _filter_scores(scores, processor)
-        cumulative = weights.cumsum(0)
-        drawn = torch.searchsorted(cumulative, processor.uniform() * cumulative[-1:], right=True)
-        token_id = drawn.minimum(weights.nonzero().max()) if weights.any() else drawn.clamp(max=0)
-        logprobs_after = (weights / cumulative[-1]).log()
-    else:
-        forced = processor.reply.forced_id
-        token_id = scores.argmax()[None] if forced is None else torch.tensor([forced], device=scores.device)
-        logprobs_after = scores.double().log_softmax(-1)
-    logprobs = logits.double().log_softmax(-1)
-    values = torch.cat((token_id.double(), logprobs[token_id], scores[token_id].double(), logprobs_after[token_id]))
-    found, logprob, score, drawn_logprob = values.tolist()
-    token = SampledToken(int(found), logprob, score)
-    if not count:
-        return make_step(token, processor)
-    raw, own = logprobs.topk(count), scores.topk(count).indices
-    return make_step(
-        token,
-        processor,
-        make_alternatives(raw.indices.tolist(), raw.values.tolist()),
-        drawn_logprob,
-        make_alternatives(own.tolist(), logprobs_after[own].tolist()),
-    )
-
-
-def _filter_scores(scores: Tensor, processor: LogitsProcessor) -> Tensor:
-    """The weight of each token; 0 for those that the filters remove. The rules are those of `core/sampler.py`."""
-    sampling = processor.sampling
-    weights = _weights(scores, sampling.filter_temperature)
-    if 0 < sampling.top_k < len(scores):
-        weights = weights * ~(scores < scores.topk(sampling.top_k).values[-1])
-    if sampling.typical_p < 1:
-        weights = _typical(weights, sampling.typical_p)
-    if sampling.top_p < 1:
-        ordered = weights.sort(descending=True).values
-        cumulative = ordered.cumsum(0)
-        place = torch.searchsorted(cumulative, sampling.top_p * cumulative[-1:])
-        weights = weights * (weights >= ordered[place.clamp(max=len(ordered) - 1)])
-    if sampling.min_p > 0:
-        weights = weights * (weights >= sampling.min_p * weights.max())
-    if sampling.top_a > 0:
-        weights = weights * (weights >= sampling.top_a * weights.max() ** 2 / weights.sum())
-    if processor.xtc_uniform() < sampling.xtc_probability:
-        choices = (weights >= sampling.xtc_threshold * weights.sum()) & (weights > 0)
-        least = torch.where(choices, weights, torch.inf).min()
-        weights = torch.where((choices.sum() > 1) & (weights > least), 0.0, weights)
-    if sampling.dynatemp_range > 0:
-        weights = _dynamic_temperature(scores, weights, sampling)
-    return weights
-
-
-def _weights(scores: Tensor, temperature: float) -> Tensor:
-    weights = scores.double() / temperature
-    return (weights - weights.max()).exp()
-
-
-def _typical(weights: Tensor, typical_p: float) -> Tensor:
-    shares = weights / weights.sum()
-    distance = (-shares.log() - torch.special.entr(shares).sum()).abs()
-    ordered, order = distance.sort(stable=True)
-    last = torch.searchsorted(shares[order].cumsum(0), typical_p)
-    return weights * (distance <= ordered[last.clamp(max=len(ordered) - 1)])
-
-
-def _dynamic_temperature(scores: Tensor, weights: Tensor, sampling: Sampling) -> Tensor:
-    count = int(weights.count_nonzero())
-    if count < 2:
-        return weights
-    evenness = float(torch.special.entr(weights / weights.sum()).sum()) / math.log(count)
-    temperature = sampling.dynamic_temperature(evenness)
-    left = torch.where(weights > 0, scores, -torch.inf)
-    return _weights(left, temperature) if temperature > 0 else (left == left.max()).double()

@@ -13,20 +13,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from palaver.engines.torch.device_filters import REPORTED, WIDTH
+
 BLOCK = 1024
 KEEP = 32
 """The likeliest tokens of a row that are sorted."""
 MAX_TOP_K = KEEP - 1
 """One more token is needed to tell whether there is a tie at the threshold."""
-REPORTED = 20
-"""Alternatives in a row of results."""
 SETTINGS = 6
 """Numbers of a row of settings: 1 / temperature (0: greedy), top_k, top_p, min_p, the uniform number, and the forced
 token id or -1."""
-TOKEN, LOGPROB, DRAWN_LOGPROB, STATUS, LISTS = range(5)
-"""Columns of the results. After them four lists: ids and log-probabilities before filtering, and the same after it."""
-DECIDED, UNDECIDED, NONE_LEFT = range(3)
-WIDTH = LISTS + 4 * REPORTED
 LOWEST = -(2**63)
 
 
@@ -222,7 +218,7 @@ def _draw(
 
 
 def sample_rows(logits: Tensor, scores: Tensor, settings: Tensor) -> Tensor:
-    """A row of results (`TOKEN` ... `LISTS`) for each row of float32 scores, in float64 on the same device.
+    """A row of results (as in `device_filters`) for each row of float32 scores, in float64 on the same device.
 
     `scores` may be the same tensor as `logits`. `settings`: a row of `SETTINGS` numbers each, in float64.
     """
