@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import random
 import sys
 import time
@@ -222,6 +223,7 @@ class Speed:
         self.engine = model_engine(
             name, model, [b"x"] * self.size, EngineOptions(fused=not arguments.library, exact=arguments.exact)
         )
+        gc.freeze()  # as the engine's process does
         print(f"{name}: {self.weights / 1e9:.2f} G weights to read, {self.engine.info.reuse}", end="")
         print(f", {self.engine.info.steps}, ready after {time.perf_counter() - began:.1f} s", flush=True)
 

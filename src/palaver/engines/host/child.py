@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import faulthandler
+import gc
 import logging
 import os
 import socket
@@ -285,6 +286,7 @@ class EngineHost:
             return
         finally:
             reporting.cancel()
+        gc.freeze()  # a full collection over all that was imported takes 0.2 s, in which no token would come
         self._send({"ready": self._engine.info})
 
     async def _report_progress(self, progress: LoadProgress) -> None:
