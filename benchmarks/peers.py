@@ -386,7 +386,7 @@ MEASURES: dict[str, Callable[[Peer, int, Lengths], Awaitable[float]]] = {
     LATE: late_turn,
 }
 BARS = {
-    (PALAVER, "sprout"): {ONE: 1.0, EIGHT: 1.4},
+    (PALAVER, "sprout"): {ONE: 1.2, EIGHT: 2.0, LATE: 2.0},
     (GGUF, "sprout"): {ONE: 0.9, EIGHT: 0.9, LATE: 2.0},
     (GGUF, "0.6B"): {ONE: 0.97, EIGHT: 0.97, LATE: 2.0},
 }
