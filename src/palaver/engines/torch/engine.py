@@ -46,6 +46,7 @@ from palaver.engines.torch.devices import (
 from palaver.engines.torch.forward_probe import (
     CUDA_KERNELS,
     FEW_OPERATIONS,
+    KERNELS_VERSION,
     LENGTH,
     PROBE_BYTES,
     ForwardProbe,
@@ -123,7 +124,7 @@ def _thread_context(threads: TorchThreads, on_host: bool) -> Callable[[], Abstra
 
 def _fingerprint(info: EngineInfo) -> Fingerprint:
     device = torch.device(info.device)
-    runners = {FEW_OPERATIONS: "fused", CUDA_KERNELS: "kernels-1"}
+    runners = {FEW_OPERATIONS: "fused", CUDA_KERNELS: f"kernels-{KERNELS_VERSION}"}
     runner = next((name for steps, name in runners.items() if info.steps.startswith(steps)), "library")
     unit = torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
     build, sampler = f"torch-{torch.__version__}-{unit}", f"sampler-{sampler_version(device)}"

@@ -29,6 +29,8 @@ PROBE_BYTES = 1 << 24
 NOT_COMPILED = ", not compiled: "
 FEW_OPERATIONS = "few operations"
 CUDA_KERNELS = "CUDA kernels"
+KERNELS_VERSION = 1
+"""Raised when the CUDA kernels may give the same text other bits than before."""
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 """Relative to the largest logit: about one unit in the last place of a narrow dtype."""
 
