@@ -15,6 +15,7 @@ import pytest
 from palaver.chat.parameters import options_from_json
 from palaver.messages import Text, Thinking
 from palaver.store import Conversation, ReplyStatus, Store, open_store
+from palaver.store.search import SearchHit
 from palaver.transcripts import (
     ReadResult,
     Transcript,
@@ -115,6 +116,13 @@ def conversation_in_old_form(conversation: Conversation) -> dict[str, Any]:
     return found
 
 
+def hit_in_old_form(hit: SearchHit) -> Any:
+    """Without what was added since."""
+    form = plain(hit)
+    assert form.pop("in_thought") is False
+    return form
+
+
 def test_users_keys_presets_tags_and_lists_are_as_before(old_store: Store) -> None:
     store, users = old_store, old_store.users.all()
     assert plain(users) == EXPECTED["users"]
@@ -127,7 +135,7 @@ def test_users_keys_presets_tags_and_lists_are_as_before(old_store: Store) -> No
         listed, deleted = store.conversations.list(user.id), store.conversations.list(user.id, deleted=True)
         assert list(map(conversation_in_old_form, listed)) == EXPECTED["listed"][user.name]
         assert list(map(conversation_in_old_form, deleted)) == EXPECTED["deleted"][user.name]
-        found = {query: plain(store.search.find(user.id, query)) for query in SEARCHES}
+        found = {query: list(map(hit_in_old_form, store.search.find(user.id, query))) for query in SEARCHES}
         assert found == EXPECTED["searches"][user.name]
 
 

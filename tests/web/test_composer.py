@@ -65,6 +65,8 @@ def test_the_focus_goes_where_the_next_key_belongs(page: Page, quick: Served) ->
     page.keyboard.type("!")
     page.keyboard.press("Enter")
     expect(field).to_be_focused()
+    expect(page.locator("article.user")).to_contain_text("Hello!")
+    expect(page.locator("article.user").get_by_label("Version 2 of 2")).to_be_visible()
     ended(page)
     page.locator("article.assistant").get_by_role("button", name="Regenerate").focus()
     page.keyboard.press("Enter")
