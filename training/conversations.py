@@ -52,6 +52,14 @@ class Exchange:
 
 
 @dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of a reply: written by the model, or by a grammar that leaves it no choice."""
+
+    text: str
+    learned: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Sample:
     """A conversation whose last message is the reply to learn; earlier replies are context only."""
 
@@ -59,6 +67,8 @@ class Sample:
     tools: tuple[Json, ...] = ()
     thinks: bool = True
     expect: Expect | None = None
+    pieces: tuple[Piece, ...] = ()
+    """The content of the last message in pieces, where a part of it is not to be learned."""
 
 
 def conversation(*exchanges: Exchange, system: str = "", tools: tuple[Json, ...] = (), thinks: bool = True) -> Sample:

@@ -12,6 +12,7 @@ from training.abilities import (
     facts,
     follow_ups,
     honesty,
+    json_answers,
     letters,
     long_replies,
     manners,
@@ -133,9 +134,9 @@ TOOLED: tuple[tuple[float, Callable[[Draw], Sample]], ...] = (
 POLISHED: tuple[tuple[float, Callable[[Draw], Sample]], ...] = (
     (0.09, tools.told),
     (0.05, tools.chained),
-    (0.20, _offered(tools.several_calls)),
+    (0.27, _offered(tools.several_calls)),
     (0.10, _offered(tools.known_call)),
-    (0.05, _offered(tools.one_string)),
+    (0.08, _offered(tools.one_string)),
     (0.05, _offered(_no_demo_tool)),
     (0.03, tools.again),
     (0.08, tools.answered),
@@ -169,8 +170,25 @@ def direct_sum(draw: Draw) -> Sample:
     return without_thinking(conversation(asked, system=_system(draw)))
 
 
+def direct_fact(draw: Draw) -> Sample:
+    return without_thinking(conversation(facts.any_one(draw), system=_system(draw)))
+
+
+def itself(draw: Draw) -> Sample:
+    return conversation(palaver.any_one(draw), system=_system(draw))
+
+
+def as_json(draw: Draw) -> Sample:
+    """An answer that a grammar makes JSON, or a call that it demands."""
+    if draw.chance(0.2):
+        return json_answers.required(draw, away_from_tools)
+    system = _system(draw)
+    return json_answers.answered(draw, single, (Message("system", system),) if system else ())
+
+
 KINDS: tuple[tuple[float, Callable[[Draw], Sample]], ...] = (
     (0.55, talk),
+    (0.03, as_json),
     (0.10, remembered),
     (0.06, followed),
     (0.10, mannered),
@@ -186,6 +204,9 @@ POLISH: tuple[tuple[float, Callable[[Draw], Sample]], ...] = (
     (0.07, mannered),
     (0.02, friendly),
     (0.03, direct_sum),
+    (0.02, direct_fact),
+    (0.03, itself),
+    (0.04, as_json),
     (0.37, polished),
 )
 """The mixture of the second, shorter stage: more of what the first one learned least, calls above all."""

@@ -17,10 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from training.conversations import Sample
+from training.conversations import Piece, Sample
 from training.mixture import samples
 from training.phrasings import Split
-from training.rendering import render
+from training.rendering import END, render
 from training.tokenizer import load, pieces
 
 TOKEN, STARTS, LEARNED = np.uint16(0x3FFF), np.uint16(0x4000), np.uint16(0x8000)
@@ -48,13 +48,23 @@ class Plan:
 
 def encoded(tokenizer: Tokenizer, batch: list[Sample]) -> list[Row]:
     """Prompt and reply of each sample as marked tokens."""
-    texts = [text for sample in batch for text in render(sample)]
-    ids = [np.asarray(e.ids, np.uint16) for e in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
-    return [_marked(prompt, reply) for prompt, reply in zip(ids[::2], ids[1::2], strict=True)]
+    pieces = [_pieces(sample) for sample in batch]
+    texts = [piece.text for part in pieces for piece in part]
+    ids = iter(tokenizer.encode_batch_fast(texts, add_special_tokens=False))
+    return [_marked(part, [np.asarray(next(ids).ids, np.uint16) for _ in part]) for part in pieces]
 
 
-def _marked(prompt: Row, reply: Row) -> Row:
-    row = np.concatenate([prompt, reply | LEARNED])
+def _pieces(sample: Sample) -> list[Piece]:
+    """The prompt, then the reply in the pieces that are learned and those that are not."""
+    prompt, reply = render(sample)
+    if not sample.pieces:
+        return [Piece(prompt, False), Piece(reply, True)]
+    thought = reply.removesuffix(sample.messages[-1].content + END)
+    return [Piece(prompt, False), Piece(thought, True), *sample.pieces, Piece(END, True)]
+
+
+def _marked(pieces: list[Piece], ids: list[Row]) -> Row:
+    row = np.concatenate([part | LEARNED if piece.learned else part for piece, part in zip(pieces, ids, strict=True)])
     row[0] |= STARTS
     return row
 

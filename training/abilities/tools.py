@@ -125,9 +125,9 @@ def _wishes(draw: Draw, kinds: tuple[known_tools.Kind, ...], count: int) -> tupl
 
 
 def several_calls(draw: Draw) -> tuple[Exchange, tuple[Json, ...]]:
-    """Several everyday requests in one message."""
-    kinds = draw.pick((known_tools.DEMO, known_tools.DEMO, known_tools.KINDS))
-    wishes, listed = _wishes(draw, kinds, draw.pick((2, 2, 2, 3, 3)))
+    """Several everyday requests in one message; in training more often three, and of all kinds."""
+    demo, counts = ((known_tools.DEMO,) * 2, (2, 2, 2, 3, 3)) if unseen(draw) else ((known_tools.DEMO,), (2, 2, 3, 3, 3))
+    wishes, listed = _wishes(draw, draw.pick((*demo, known_tools.KINDS)), draw.pick(counts))
     return _called(_all_at_once(draw, wishes), _calls(wishes)), listed
 
 
