@@ -144,9 +144,19 @@ def page(context: BrowserContext) -> Iterator[Page]:
 
 @pytest.fixture(scope="session")
 def sprout(tmp_path_factory: pytest.TempPathFactory, built: None) -> Iterator[Served]:
-    """One server with the embedded model, for all tests that don't break it."""
-    with Served(tmp_path_factory.mktemp("sprout")) as served:
+    """One server with the embedded model, for all tests that don't break it. `PALAVER_PAGE_MODEL=q8_0`: as GGUF."""
+    kind = os.environ.get("PALAVER_PAGE_MODEL")
+    folder = tmp_path_factory.mktemp("sprout")
+    with Served(folder, *(("--gguf", str(gguf_sprout(folder, kind))) if kind else ())) as served:
         yield served
+
+
+def gguf_sprout(folder: Path, kind: str) -> Path:
+    """The embedded model as a GGUF file of this type."""
+    from palaver.models.resolver import resolve_folder
+    from tests.gguf_files import convert_qwen3
+
+    return convert_qwen3(resolve_folder("sprout"), folder / "sprout.gguf", kind)
 
 
 @pytest.fixture(scope="session")

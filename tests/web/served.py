@@ -19,7 +19,7 @@ from palaver.chat.model import Model
 from palaver.chat.model_loader import ModelLoader
 from palaver.chat.model_pool import ModelPool
 from palaver.chat.service import Service
-from palaver.engines.core.generation import ReplyState
+from palaver.engines.core.reply_state import ReplyState
 from palaver.engines.host.supervisor import ReportProgress
 from palaver.formats.format import TemplateFormat
 from palaver.formats.template import Template

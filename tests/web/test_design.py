@@ -68,6 +68,9 @@ def test_actions_are_under_the_last_reply_and_elsewhere_on_hover(page: Page, qui
     assert opacity(first.locator(".tools")) == 1
     names = [one.get_attribute("aria-label") for one in last.locator(".tools > button").all()]
     assert names == ["Copy", "Edit", "Regenerate", "More actions"]
+    last.get_by_role("button", name="Copy").click()
+    expect(last.get_by_text("Copied", exact=True)).to_be_attached()  # on the button: nothing moves for it
+    expect(page.get_by_role("log").locator(".notice")).to_have_count(0)
 
 
 def test_a_menu_has_words_and_is_walked_with_arrows(page: Page, quick: Served) -> None:
@@ -304,7 +307,11 @@ def test_the_first_load_is_at_most_150_kb_compressed(browser: Browser, quick: Se
     context.close()
 
 
+NO_CLIPBOARD = "navigator.clipboard.writeText = () => Promise.reject(new Error()); document.execCommand = () => false"
+
+
 def test_notices_are_told_once_together_and_in_the_dialog(page: Page, quick: Served) -> None:
+    page.add_init_script(NO_CLIPBOARD)
     page.goto(quick.url)
     ask(page, "Well?")
     reply = ended(page)

@@ -17,7 +17,7 @@ ANSWER = "Light falls on the leaf, and the leaf grows towards the light, a littl
 @pytest.fixture(scope="module")
 def drafting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     script = [{"thought": "Well.", "answer": ANSWER}]
-    with Served(tmp_path_factory.mktemp("drafting"), "--blocks", "16", "--rate", "40", script=script) as served:
+    with Served(tmp_path_factory.mktemp("drafting"), "--blocks", "16", "--rate", "10", script=script) as served:
         yield served
 
 

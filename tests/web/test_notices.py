@@ -82,3 +82,14 @@ def test_the_model_s_dot_follows_the_connection(page: Page, context: BrowserCont
     expect(page.get_by_role("button", name="Model: scripted (offline)")).to_be_visible()
     context.set_offline(False)
     expect(page.locator(".model .dot.ready")).to_be_visible()
+
+
+def test_a_part_of_the_page_that_can_not_be_loaded_says_so(page: Page, quick: Served) -> None:
+    page.route("**/assets/Settings-*.js", lambda route: route.abort())
+    page.goto(quick.url)
+    page.get_by_role("button", name="Settings").click()
+    expect(page.get_by_role("alert")).to_contain_text("This part of the page couldn’t be loaded.")
+    page.unroute("**/assets/Settings-*.js")
+    page.reload()
+    page.get_by_role("button", name="Settings").click()
+    expect(page.get_by_role("dialog", name="Settings for new conversations")).to_be_visible()

@@ -22,11 +22,9 @@ def listening(tmp_path_factory: pytest.TempPathFactory, built: None) -> Iterator
     """A server whose model accepts media, and that transcribes."""
     whisper = make_whisper(tmp_path_factory.mktemp("whisper"))
     options = ("--media", "image", "audio", "video", "--transcriber", str(whisper))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_NUM_THREADS", "1")
-        script = [{"thought": "", "answer": "Yes."}]
-        with Served(tmp_path_factory.mktemp("listening"), *options, script=script) as served:
-            yield served
+    script = [{"thought": "", "answer": "Yes."}]
+    with Served(tmp_path_factory.mktemp("listening"), *options, script=script) as served:
+        yield served
 
 
 @pytest.fixture
@@ -139,3 +137,41 @@ def test_axe_finds_nothing_grave(open_page: Page) -> None:
     page.get_by_role("button", name="Take a picture").click()
     expect(page.get_by_role("button", name="Take the picture")).to_be_enabled()
     assert grave_violations(page) == []
+
+
+RECOGNISER = """
+window.SpeechRecognition = class {
+  static available = async ({ langs, processLocally }) => (processLocally && langs.length ? STATE : 'available')
+  get processLocally() { return this.local }
+  set processLocally(local) { this.local = local }
+  start() {
+    if (!this.local) throw new Error('sent elsewhere')
+    const words = ['Two words', ' and three more']
+    setTimeout(() => this.onresult({ results: words.map((transcript) => [{ transcript }]) }))
+  }
+  stop() { setTimeout(() => this.onend()) }
+  abort() { }
+}"""
+"""A browser that recognises speech; STATE is whether it can on this device."""
+
+
+def test_a_browser_that_recognises_speech_on_this_device_takes_dictation(page: Page, quick: Served) -> None:
+    page.add_init_script(RECOGNISER.replace("STATE", "'available'"))
+    page.goto(quick.url)
+    field = page.get_by_role("textbox", name="Message")
+    field.fill("Well:")
+    page.get_by_role("button", name="Dictate").click()
+    panel = page.get_by_role("group", name="Dictating")
+    expect(panel.get_by_role("status")).to_have_text("Two words and three more")
+    assert grave_violations(page) == []
+    panel.get_by_role("button", name="Write it down").click()
+    expect(panel).to_have_count(0)
+    expect(field).to_have_value("Well: Two words and three more")
+    expect(field).to_be_focused()
+
+
+def test_a_browser_that_would_send_speech_elsewhere_takes_none(page: Page, quick: Served) -> None:
+    page.add_init_script(RECOGNISER.replace("STATE", "'downloadable'"))
+    page.goto(quick.url)
+    expect(page.get_by_role("group", name="Examples")).to_be_visible()
+    expect(page.get_by_role("button", name="Dictate")).to_have_count(0)

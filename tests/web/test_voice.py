@@ -8,7 +8,7 @@ import httpx
 import pytest
 from playwright.sync_api import Locator, Page, expect
 
-from palaver.engines.core.logits_processors import unspeakable_characters
+from palaver.engines.core.token_masks import unspeakable_characters
 from tests.web.conftest import Served, stored, text_of
 from tests.web.screen import act, ask, conversation, ended, last_reply, message_id
 

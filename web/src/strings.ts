@@ -172,7 +172,7 @@ export const strings = {
   find: {
     label: 'Find in conversation',
     place: (index: number, total: number) => `${count(index)} of ${count(total)}`,
-    thought: (index: number, total: number) => `${count(index)} of ${count(total)}, in a thought`,
+    inThought: ', in a thought',
     none: 'No matches',
     previous: 'Previous match',
     next: 'Next match',
@@ -236,6 +236,8 @@ export const strings = {
 
   recorder: {
     dictate: 'Dictate',
+    dictateHere: 'Dictate; your browser writes it down on this device',
+    speak: 'Listening…',
     record: 'Record sound',
     dictating: 'Dictating',
     recording: 'Recording sound',
@@ -476,8 +478,8 @@ export const strings = {
     title: 'Map of the conversation',
     hint: 'Choose a message to go to its branch.',
     legend: 'Legend',
-    elsewhere: 'on another branch',
-    here: 'where you are',
+    elsewhere: 'On another branch',
+    here: 'Where you are',
     messages: 'Messages',
     roles: { user: 'Your message', assistant: 'Reply', tool: 'Tool result', system: 'System prompt' },
     dot: (role: string, words: string) => (words ? `${role}: ${words}` : role),
@@ -524,6 +526,7 @@ export const strings = {
   settings: {
     title: 'Conversation settings',
     titleNew: 'Settings for new conversations',
+    newHint: 'New conversations in this browser begin with these. Defaults that hold in every browser are in the menu at the top right.',
     name: 'Title',
     tags: 'Tags (comma-separated)',
     system: 'System prompt',
@@ -622,7 +625,6 @@ export const strings = {
   notices: {
     label: 'Notifications',
     dismiss: 'Dismiss',
-    copied: 'Copied.',
     times: (times: number) => `×${count(times)}`,
     copyFailed: 'The browser didn’t allow copying.',
     deleted: (title: string) => `Deleted “${title}”.`,
@@ -649,6 +651,7 @@ export const strings = {
 
   errors: {
     unreachable: 'Can’t reach the server.',
+    part: 'This part of the page couldn’t be loaded. Reload the page.',
     status: (status: number) => `The server answered with error ${status}.`,
     /** By the error's name; the server's own words are shown for all others. */
     named: {

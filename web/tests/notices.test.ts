@@ -52,7 +52,7 @@ describe('notices', () => {
   })
 
   it('go after a while', () => {
-    notices.tell('Copied.')
+    notices.tell('Imported.')
     notices.fail('bad')
     vi.advanceTimersByTime(7000)
     expect(texts()).toEqual(['bad'])

@@ -24,7 +24,7 @@ export interface Append {
   key?: string | null
 }
 
-/** A picture, sound or video by its digest: to be had at `/api/blobs/{digest}`. */
+/** A picture, sound or video by its digest: `GET /api/blobs/{digest}` returns it. */
 export interface Blob {
   type: "blob"
   kind: "image" | "audio" | "video"
@@ -60,7 +60,7 @@ export interface CallDecision {
 
 export type CallState = "new" | "waiting" | "approved" | "running" | "interrupted" | "done" | "denied"
 
-/** Something happened in a conversation: whoever shows it may look again. */
+/** Something changed in a conversation: clients that show it should read it again. */
 export interface Change {
   conversation_id: string
   what: string
@@ -90,7 +90,7 @@ export interface Client {
   client: string
 }
 
-/** The server goes down: come back in a moment. */
+/** The server shuts down: reconnect soon. */
 export interface Closing {
   type: "closing"
 }
@@ -168,7 +168,7 @@ export interface Create {
   key?: string | null
 }
 
-/** Where a client stands; null is before the first message. */
+/** The message at which a client is; null is before the first message. */
 export interface Cursor {
   message_id: string | null
   can_undo: boolean
@@ -207,7 +207,7 @@ export interface Edit {
   key?: string | null
 }
 
-/** One event of one turn. `number` counts the numbered events up to here: come back with it. */
+/** One event of one turn. `number` counts the numbered events up to here: reconnect with it. */
 export interface Entry {
   number: number
   event: Waiting | Started | DraftBlock | Snapshot | PhaseOpened | ThinkingDelta | AnswerDelta | ToolCallOpened | ToolCallDelta | Notice | Finished | Failed
@@ -226,7 +226,7 @@ export interface ErrorBody {
   error: Error
 }
 
-/** The turn ended with an error; what was said so far stays. */
+/** The turn ended with an error; its text so far is kept. */
 export interface Failed {
   type: "failed"
   error: string
@@ -242,7 +242,7 @@ export interface FinishToolSignIn {
   issuer?: string | null
 }
 
-/** `tail` is what was held back because it could have become a marker; taken back where the reply goes on. */
+/** `tail` is text that was held back because it could have become a marker; remove it if the reply is continued. */
 export interface Finished {
   type: "finished"
   finish: Finish
@@ -277,7 +277,7 @@ export interface Fork {
 /** What can be written. */
 export type Format = "jsonl" | "branches" | "tree" | "markdown" | "sharegpt"
 
-/** How full the context is: what the next turn's prompt would hold, and what the model can take. */
+/** How full the context is: the tokens of the next turn's prompt, and the model's limit. */
 export interface Gauge {
   used: number
   limit: number
@@ -316,7 +316,7 @@ export interface MeasureContext {
   parameters?: Record<string, unknown>
 }
 
-/** A picture, sound or video, whole. */
+/** A picture, sound or video with its data. */
 export interface Media {
   type: "image" | "audio" | "video"
   media_type: string
@@ -332,7 +332,7 @@ export interface Message {
   parts: (Text | Thinking | ToolCall | ToolResult | Blob | Media)[]
 }
 
-/** The model in use, or on its way. What is known only of a loaded model is empty until then. */
+/** The model in use or being loaded. Some fields are empty until it is loaded. */
 export interface ModelCard {
   name: string
   state: ModelState
@@ -362,13 +362,13 @@ export interface Move {
   to: string | null
 }
 
-/** A link that was created: its record, and its address relative to the server's, which is told only once. */
+/** A link that was created: its record, and its address relative to the server's, which is returned only once. */
 export interface NewShare {
   share: Share
   path: string
 }
 
-/** A message's place alone: what a picture of the tree needs. */
+/** A message's place in the tree, without its content. */
 export interface Node {
   id: string
   parent_id: string | null
@@ -376,13 +376,13 @@ export interface Node {
   created_at: string
 }
 
-/** Something the reader of the reply should know, in one sentence. */
+/** Information about the reply for its reader, in one sentence. */
 export interface Notice {
   type: "notice"
   text: string
 }
 
-/** The first of a stream of many turns. What changed before it was not told. */
+/** The first event in a stream of many turns. Earlier changes are not sent. */
 export interface Opened {
   type: "opened"
 }
@@ -396,7 +396,7 @@ export interface PhaseOpened {
   tokens?: number
 }
 
-/** What a user likes to set for conversations, under a name. */
+/** A system prompt and parameters that a user saved under a name. */
 export interface Preset {
   name: string
   system: string
@@ -436,7 +436,7 @@ export interface Reply {
 
 export type Role = "system" | "user" | "assistant" | "tool"
 
-/** A tool call that runs on the server. `edited` are the arguments that the user wants instead. */
+/** A tool call that runs on the server. `edited`: the user's own arguments, if they changed them. */
 export interface RoundCall {
   position: number
   call_id: string
@@ -455,7 +455,7 @@ export type RoundState = "open" | "stopped" | "failed" | "done"
 
 export type Rule = "always" | "never"
 
-/** A message and the reply that was begun to it. */
+/** A message and the reply that was started. */
 export interface Said {
   message: Stored
   reply: Stored
@@ -528,7 +528,7 @@ export interface ServerTool {
   read_only: boolean
 }
 
-/** All that must be known to make a reply again. */
+/** Everything that determines a reply. */
 export interface Settings {
   model: string
   sampling: Sampling
@@ -565,7 +565,7 @@ export interface SkippedConversation {
   reason: string
 }
 
-/** All that was said up to here, in place of events that can't be told again. */
+/** The message up to here, in place of events that can't be sent again. */
 export interface Snapshot {
   type: "snapshot"
   message: Message
@@ -589,7 +589,7 @@ export interface Started {
 /** Where a reply stands. Every one but RUNNING and DONE can be continued. */
 export type Status = "running" | "done" | "stopped" | "length" | "interrupted" | "failed"
 
-/** A message in its place in the tree. `reply` is null for what no model said here. */
+/** A message in its place in the tree. `reply` is null if no model generated the message here. */
 export interface Stored {
   id: string
   conversation_id: string
@@ -601,7 +601,7 @@ export interface Stored {
   reply: StoredReply | null
 }
 
-/** What made a reply, and how it went. Every status but running and done can be continued. */
+/** The settings and the outcome of a reply. It can be continued in every status but running and done. */
 export interface StoredReply {
   status: Status
   settings: Settings
@@ -647,20 +647,20 @@ export interface TextTokens {
   tokens: number
 }
 
-/** What the model thought; never part of its answer. */
+/** A thought of the model; never part of its answer. */
 export interface Thinking {
   type: "thinking"
   text: string
 }
 
-/** `tokens`: how many tokens of the reply were thought up to here, as in `PhaseOpened`. */
+/** `tokens`: the thinking tokens of the reply up to here, as in `PhaseOpened`. */
 export interface ThinkingDelta {
   type: "thinking_delta"
   text: string
   tokens?: number
 }
 
-/** One token of a reply as a person sees it. `logprob` is null for words that nobody drew. */
+/** One token of a reply as a person sees it. `logprob` is null for text that was not sampled. */
 export interface Token {
   token_id: number
   text: string
@@ -684,7 +684,7 @@ export interface ToolCall {
   in_thought: boolean
 }
 
-/** A further piece of the arguments' JSON text. */
+/** The next piece of the arguments' JSON text. */
 export interface ToolCallDelta {
   type: "tool_call_delta"
   index: number
@@ -727,7 +727,7 @@ export interface ToolRound {
   continued: boolean
 }
 
-/** What a user decided about a tool in a conversation, or about a server in all, for the future. */
+/** A user's rule about a tool in a conversation, or about a server in all conversations. */
 export interface ToolRule {
   name: string
   rule: Rule
@@ -772,7 +772,7 @@ export interface Usage {
   thinking_tokens: number
 }
 
-/** The turn stands in the queue; 1 is the next to be let in. */
+/** The turn is queued; 1 is next. */
 export interface Waiting {
   type: "waiting"
   position: number
