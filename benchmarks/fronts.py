@@ -1,9 +1,12 @@
 """Several servers on one store, with scripted engines: how soon a command reaches a turn in another process, and how
 many tokens a second one server stores.
 
-    python -m benchmarks.fronts --latency [--rounds 5] [--database postgresql]
-    python -m benchmarks.fronts --pace [--streams 64] [--milliseconds 2] [--database sqlite]
+    python -m benchmarks.fronts --latency [--rounds 5] [--milliseconds 5] [--database postgresql]
+    python -m benchmarks.fronts --pace [--streams 64] [--milliseconds 0] [--database sqlite]
 
+A latency is the time from the call to the event that a reader in the process of the call gets. It includes the
+engine's own tokens: a stop waits for the token that is being computed, a continue for the first one or two that have
+text, and an answer now for seven: that one, four that close the thought, and two until the answer has text.
 PostgreSQL is started for the benchmark, with its defaults (also fsync), and is skipped where it is not installed.
 """
 
@@ -11,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import multiprocessing
 import os
 import random
@@ -41,7 +45,6 @@ from tests.store.postgres import running_server, server_binaries
 
 SCRIPT = reply("1 2 3 4 5 6 7 8 9 " * 40, "a word and another " * 60)
 STREAMS = 16
-PACE_S = 0.02
 _CONTEXT = multiprocessing.get_context("spawn")
 
 
@@ -57,6 +60,7 @@ async def front(store: Store, seconds: float) -> AsyncIterator[Service]:
     async with Service(store, models) as service:
         await models.ready()
         await service.recovered.wait()
+        gc.freeze()  # as `palaver serve` does
         yield service
 
 
@@ -68,13 +72,13 @@ async def start(chat: Chat) -> str:
 # latency
 
 
-def run_owner(folder: Path, database: str | None, commands: Connection) -> None:
-    asyncio.run(_own(folder, database, commands))
+def run_owner(folder: Path, database: str | None, seconds: float, commands: Connection) -> None:
+    asyncio.run(_own(folder, database, seconds, commands))
 
 
-async def _own(folder: Path, database: str | None, commands: Connection) -> None:
+async def _own(folder: Path, database: str | None, seconds: float, commands: Connection) -> None:
     with open_store(folder, database) as store:
-        async with front(store, PACE_S) as service:
+        async with front(store, seconds) as service:
             chat = service.chat(store.users.ensure().id)
             while count := await asyncio.to_thread(commands.recv):
                 commands.send([await start(chat) for _ in range(count)])
@@ -87,6 +91,8 @@ class Reader:
         self._chat = chat
         self._id = reply_id
         self._seen: list[Event] = []
+        self.number = 0
+        """The number of the last event."""
         self._changed = asyncio.Event()
         self.task = asyncio.create_task(self._read())
 
@@ -94,12 +100,20 @@ class Reader:
         async with self._chat.events(self._id) as stream:
             async for entry in stream:
                 self._seen.append(entry.event)
+                self.number = entry.number
                 self._changed.set()
 
-    async def wait(self, begun: float, found: type[Event] | Phase, skip: int = 0) -> float:
-        """Milliseconds from `begun` to the first such event after the first `skip` ones."""
+    async def wait_after(self, begun: float, number: int) -> float:
+        """Milliseconds from `begun` to the first event after that number."""
+        while self.number <= number:
+            self._changed.clear()
+            await self._changed.wait()
+        return (time.perf_counter() - begun) * 1e3
+
+    async def wait(self, begun: float, found: type[Event] | Phase) -> float:
+        """Milliseconds from `begun` to the first such event."""
         while True:
-            for event in self._seen[skip:]:
+            for event in self._seen:
                 if isinstance(event, PhaseOpened) and event.phase is found:
                     return (time.perf_counter() - begun) * 1e3
                 if not isinstance(found, Phase) and isinstance(event, found):
@@ -107,19 +121,16 @@ class Reader:
             self._changed.clear()
             await self._changed.wait()
 
-    def __len__(self) -> int:
-        return len(self._seen)
 
-
-async def latencies(folder: Path, database: str | None, rounds: int) -> dict[str, list[float]]:
+async def latencies(folder: Path, database: str | None, rounds: int, seconds: float) -> dict[str, list[float]]:
     found: dict[str, list[float]] = defaultdict(list)
     mine, theirs = _CONTEXT.Pipe()
     with open_store(folder, database) as store:
         owner = store.users.ensure()
-        process = _CONTEXT.Process(target=run_owner, args=(folder, database, theirs))
+        process = _CONTEXT.Process(target=run_owner, args=(folder, database, seconds, theirs))
         process.start()
         try:
-            async with front(store, PACE_S) as service:
+            async with front(store, seconds) as service:
                 for _ in range(rounds):
                     await asyncio.to_thread(mine.send, STREAMS)
                     ids = await asyncio.to_thread(mine.recv)
@@ -145,13 +156,10 @@ async def _use(chat: Chat, id: str, found: dict[str, list[float]]) -> None:
     found["stop"].append(await reader.wait(begun, Finished))
     await reader.task
     await asyncio.sleep(random.uniform(0.1, 0.3))
-    before = len(reader)
     begun = time.perf_counter()
     await chat.continue_reply(id)
     again = Reader(chat, id)
-    while len(again) <= before:  # all that was read before, and the first new event
-        await asyncio.sleep(0.001)
-    found["continue"].append((time.perf_counter() - begun) * 1e3)
+    found["continue"].append(await again.wait_after(begun, reader.number))
     await chat.stop_reply(id)
     await again.task
 
@@ -220,7 +228,7 @@ def main() -> None:
     parser.add_argument("--pace", action="store_true")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--streams", type=int, default=64)
-    parser.add_argument("--milliseconds", type=float, default=0.0, help="of the engine for each token")
+    parser.add_argument("--milliseconds", type=float, help="of the engine for each token: 5 and 0 by default")
     parser.add_argument("--database", choices=["sqlite", "postgresql", "both"], default="both")
     given = parser.parse_args()
     with databases(given.database) as places:
@@ -228,14 +236,16 @@ def main() -> None:
             address = None if url is None else url.render_as_string()
             print(f"{name}, load {os.getloadavg()[0]:.1f}")
             if given.latency:
+                seconds = (5.0 if given.milliseconds is None else given.milliseconds) / 1e3
                 with tempfile.TemporaryDirectory() as folder:
-                    found = asyncio.run(latencies(Path(folder), address, given.rounds))
+                    found = asyncio.run(latencies(Path(folder), address, given.rounds, seconds))
                 for kind, values in found.items():
                     middle, high = statistics.median(values), _percentile(values, 0.99)
                     print(f"  {kind:12} {len(values):4} times: {middle:6.1f} ms, 99% within {high:6.1f} ms")
             if given.pace:
                 with tempfile.TemporaryDirectory() as folder:
-                    tokens, commits = asyncio.run(pace(Path(folder), address, given.streams, given.milliseconds / 1e3))
+                    seconds = (given.milliseconds or 0.0) / 1e3
+                    tokens, commits = asyncio.run(pace(Path(folder), address, given.streams, seconds))
                 print(f"  {given.streams} streams: {tokens:8,.0f} tokens/s in {commits:6.0f} commits/s")
 
 

@@ -14,12 +14,24 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from sqlalchemy import URL, create_engine, event, text
+from sqlalchemy import URL, create_engine, event, select, text
 
-from palaver.store import Conflict, DiskFull, Lease, Locked, NotFound, Store, TokenFrame, open_store
+from palaver.store import (
+    Conflict,
+    DiskFull,
+    Lease,
+    Locked,
+    NotFound,
+    ReplyEnding,
+    ReplyStatus,
+    Store,
+    TokenFrame,
+    open_store,
+)
 from palaver.store.blobs import Blobs
 from palaver.store.database import Durability
 from palaver.store.errors import Damaged, StoreError, Unreachable, Unstorable, translate_errors
+from palaver.store.schema import running
 from tests.store.conftest import StoreLocation, run_sql
 from tests.store.factories import SETTINGS, add_message, new_conversation, steps
 from tests.store.postgres import server_account
@@ -170,6 +182,42 @@ def test_tokens_can_be_written_again_after_a_lock(place: StoreLocation) -> None:
         assert store.replies.token_ids(reply.id) == (0, 1)
 
 
+def test_tokens_and_the_end_of_a_reply_wait_for_no_other_reply(place: StoreLocation) -> None:
+    if place.database is None:
+        pytest.skip("SQLite has one writer at a time")
+    with place.open(lock_timeout=0.2) as store, place.open() as other:
+        lease = store.leases.open()
+        ids = [store.replies.start(lease, new_conversation(store).id, None, SETTINGS).id for _ in range(3)]
+        with other.database.write_transaction() as connection:
+            connection.execute(select(running).where(running.c.message_id == ids[0]).with_for_update())
+            store.replies.append(lease, [TokenFrame(ids[1], 0, steps(1))])
+            store.replies.finish(lease, ids[1], ReplyEnding(ReplyStatus.DONE, ()))
+            store.replies.record_answer_at(lease, ids[2], 0)
+            with pytest.raises(Locked):
+                store.replies.append(lease, [TokenFrame(id, 0, steps(1)) for id in (ids[0], ids[2])])
+        assert store.replies.token_ids(ids[2]) == ()
+
+
+def test_a_connection_that_the_server_closed_is_replaced(place: StoreLocation) -> None:
+    if place.database is None:
+        pytest.skip("SQLite has no server")
+    with place.open() as store:
+        id = new_conversation(store).id
+        message = add_message(store, id, None, "before")
+        _terminate_connections(place.database)
+        assert store.messages.get(message.id).text == "before"
+        assert add_message(store, id, message.id, "after").text == "after"
+
+
+def _terminate_connections(database: URL) -> None:
+    engine = create_engine(database.set(drivername="postgresql+psycopg", database="postgres"))
+    connections = f"FROM pg_stat_activity WHERE datname = '{database.database}'"
+    with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+        while connection.execute(text(f"SELECT pg_terminate_backend(pid) {connections}")).all():
+            time.sleep(0.01)
+    engine.dispose()
+
+
 class _Locked:
     """Another program's transaction; SQLite's is on everything."""
 
@@ -317,10 +365,14 @@ def test_every_commit_has_the_requested_durability(store: Store) -> None:
     if not store.database.is_sqlite:
         with store.database.write_transaction(Durability.NORMAL) as connection:
             assert connection.execute(text("SHOW synchronous_commit")).scalar() == "off"
-        with store.database.write_transaction() as connection:
-            assert connection.execute(text("SHOW synchronous_commit")).scalar() == "on"
+        for durability in (Durability.FULL, Durability.SERVER):
+            with store.database.write_transaction(durability) as connection:
+                assert connection.execute(text("SHOW synchronous_commit")).scalar() == "on"
+        with store.database.write_statement() as connection:
+            assert connection.execute(text("SHOW synchronous_commit")).scalar() == "off"
         return
-    for durability, level in ((Durability.NORMAL, 1), (Durability.FULL, 2), (Durability.NORMAL, 1)):
+    levels = {Durability.NORMAL: 1, Durability.FULL: 2, Durability.SERVER: 1}
+    for durability, level in (*levels.items(), *levels.items()):
         with store.database.write_transaction(durability) as connection:
             assert connection.execute(text("PRAGMA synchronous")).scalar() == level
             assert connection.execute(text("PRAGMA foreign_keys")).scalar() == 1

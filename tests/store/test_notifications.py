@@ -61,8 +61,9 @@ def test_only_watched_replies_notify_and_only_new_tokens_are_read(place: StoreLo
     with place.open() as writer, place.open() as reader:
         here, there = Receiver(writer), Receiver(reader)
         quiet, followed = start_reply(writer, here), start_reply(writer, here)
-        writer.replies.append(here.lease, [TokenFrame(id, 0, steps(1, 2)) for id in (quiet, followed)])
-        assert reader.replies.watch(followed)
+        timings = {"seconds": 0.5}
+        writer.replies.append(here.lease, [TokenFrame(id, 0, steps(1, 2), timings) for id in (quiet, followed)])
+        assert reader.replies.watch(followed) == timings
         writer.replies.append(here.lease, [TokenFrame(id, 2, steps(3)) for id in (quiet, followed)])
         assert there.next() == TokensStored((followed,))
         new = reader.replies.read_new({followed: 2, quiet: 0, "purged": 0})
@@ -75,6 +76,19 @@ def test_only_watched_replies_notify_and_only_new_tokens_are_read(place: StoreLo
             ended = reader.replies.read_new({followed: position})[followed]
             assert ended.status is ReplyStatus.DONE
             assert [step.token_id for step in ended.steps] == [1, 2, 3][position:]
+
+
+def test_the_timings_of_a_watched_reply_are_those_of_its_earlier_run_until_its_next_token(place: StoreLocation) -> None:
+    with place.open() as writer, place.open() as reader:
+        here = Receiver(writer)
+        reply = start_reply(writer, here)
+        ending = ReplyEnding(ReplyStatus.STOPPED, (), timings={"seconds": 2.0})
+        writer.replies.finish(here.lease, reply, ending)
+        assert reader.replies.watch(reply) == {"seconds": 2.0}, "it does not run"
+        writer.replies.resume(here.lease, reply)
+        assert reader.replies.watch(reply) == {"seconds": 2.0}
+        writer.replies.append(here.lease, [TokenFrame(reply, 0, steps(1), {"seconds": 3.0})])
+        assert reader.replies.watch(reply) == {"seconds": 3.0}
 
 
 def test_a_command_is_stored_for_the_holder(place: StoreLocation) -> None:

@@ -95,8 +95,7 @@ class _Contents:
 def _add_database(archive: zipfile.ZipFile, database: Database) -> _Contents:
     if database.is_sqlite:
         return _add_sqlite_file(archive, database)
-    with database.read_transaction() as connection:
-        connection.execute(text("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ"))
+    with database.snapshot() as connection:
         tables = reflect_tables(connection)
         for table in tables:
             with archive.open(f"rows/{table.name}.jsonl", "w", force_zip64=True) as out:

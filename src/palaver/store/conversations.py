@@ -42,13 +42,13 @@ class Conversations:
     ) -> Conversation:
         """Creates a conversation. With an idempotency `key` that was used before, returns the one of the first call."""
         values = _new_values(owner, title, system, parameters or {}, key)
-        wanted = _check_tags(tags)
+        checked = _check_tags(tags)
         try:
             with self._database.write_transaction() as connection:
                 if key is not None and (row := _find_by_key(connection, owner, key)):
                     return _load(connection, [row])[0]
                 connection.execute(insert(conversations).values(values))
-                _insert_tags(connection, values["id"], wanted)
+                _insert_tags(connection, values["id"], checked)
         except Conflict:
             if key is not None and (found := self._get_by_key(owner, key)):
                 return found
@@ -152,8 +152,8 @@ class Conversations:
     def set_pinned(self, id: str, pinned: bool) -> Conversation:
         return self._update(id, {"pinned": pinned})
 
-    def set_tags(self, id: str, wanted: Iterable[str]) -> Conversation:
-        checked = _check_tags(wanted)
+    def set_tags(self, id: str, names: Iterable[str]) -> Conversation:
+        checked = _check_tags(names)
         with self._database.write_transaction() as connection:
             get_conversation(connection, id)
             connection.execute(delete(tags).where(tags.c.conversation_id == id))
@@ -260,13 +260,13 @@ def _check_member(connection: Connection, id: str, message: str) -> None:
         raise NotFound("message", message)
 
 
-def _check_tags(wanted: Iterable[str]) -> list[str]:
-    return sorted({check_name("tag", tag) for tag in wanted})
+def _check_tags(names: Iterable[str]) -> list[str]:
+    return sorted({check_name("tag", tag) for tag in names})
 
 
-def _insert_tags(connection: Connection, id: str, wanted: Sequence[str]) -> None:
-    if wanted:
-        connection.execute(insert(tags), [{"conversation_id": id, "tag": tag} for tag in wanted])
+def _insert_tags(connection: Connection, id: str, names: Sequence[str]) -> None:
+    if names:
+        connection.execute(insert(tags), [{"conversation_id": id, "tag": tag} for tag in names])
 
 
 def _load(connection: Connection, rows: Sequence[Any]) -> tuple[Conversation, ...]:

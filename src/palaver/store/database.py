@@ -7,7 +7,9 @@ SQLite's own lock is only ever contended by other processes."""
 from __future__ import annotations
 
 import json
+import logging
 import os
+import selectors
 import sqlite3
 import threading
 import time
@@ -15,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from sqlalchemy import (
     URL,
@@ -37,34 +39,37 @@ from sqlalchemy import (
     text,
 )
 from sqlalchemy.dialects import postgresql, sqlite
-from sqlalchemy.exc import ArgumentError
+from sqlalchemy.exc import ArgumentError, DisconnectionError
 from sqlalchemy.types import TypeDecorator
 
 from palaver.errors import BadParameter
 from palaver.store.blobs import restrict
-from palaver.store.errors import Unreachable, translate_errors
+from palaver.store.errors import StoreError, Unreachable, translate_errors
+
+_log = logging.getLogger(__name__)
 
 
 class Durability(Enum):
-    """What a commit survives. Both levels survive the death of the process."""
+    """What a commit survives. All levels survive the death of the process."""
 
     FULL = "full"
     """Survives a power cut: everything that was acknowledged to a user."""
+    SERVER = "server"
+    """Survives the death of the database server. A power cut may lose the last moments: that a reply goes on. Nothing
+    waits for the disk on SQLite, which has no server."""
     NORMAL = "normal"
     """A power cut may lose the last moments: tokens of a running reply."""
 
 
-_SQLITE_SYNCHRONOUS = {Durability.FULL: "FULL", Durability.NORMAL: "NORMAL"}
-_POSTGRES_SYNCHRONOUS_COMMIT = {Durability.FULL: "on", Durability.NORMAL: "off"}
-
+_SQLITE_SYNCHRONOUS = {Durability.FULL: "FULL", Durability.SERVER: "NORMAL", Durability.NORMAL: "NORMAL"}
 
 CONNECT_SECONDS = 10
 """How long PostgreSQL may take to accept a connection."""
 SILENCE_SECONDS = 20
 """How long the machine of PostgreSQL may leave data unacknowledged before its connections count as lost."""
-CHANNEL = "palaver"
-"""PostgreSQL's channel for notifications."""
-_NOTIFY = text("SELECT pg_notify(:channel, :payload)")
+_ASYNCHRONOUS = text("SET LOCAL synchronous_commit = off")
+POOL_SIZE = 10
+"""Connections to PostgreSQL that stay open, of each of the two kinds."""
 
 
 class _WriterQueue:
@@ -104,8 +109,10 @@ class Database:
         self.is_sqlite = self.url.get_backend_name() == "sqlite"
         self._writers = _WriterQueue()
         self.deliver: Callable[[list[str]], None] | None = None
-        """Delivers notifications of committed transactions to other processes, on SQLite. See `notifications.py`."""
-        self.engine = self._sqlite_engine() if self.is_sqlite else self._postgres_engine()
+        """Delivers notifications of committed transactions to other processes. See `notifications.py`."""
+        self.engine = self._sqlite_engine() if self.is_sqlite else self._postgres_engine("on")
+        self._statements = self.engine if self.is_sqlite else self._postgres_engine("off", "AUTOCOMMIT")
+        """Runs statements that are a transaction each: on PostgreSQL they cost one message instead of three."""
 
     @property
     def path(self) -> Path:
@@ -115,15 +122,40 @@ class Database:
 
     @contextmanager
     def read_transaction(self) -> Iterator[Connection]:
-        """A read-only transaction: one consistent view."""
+        """Reads only. On SQLite its statements see one state; on PostgreSQL each sees what is committed before it."""
+        with translate_errors(), self._statements.connect() as connection, connection.begin():
+            yield connection
+
+    @contextmanager
+    def snapshot(self) -> Iterator[Connection]:
+        """A read-only transaction whose statements see one state, also on PostgreSQL."""
         with translate_errors(), self.engine.connect() as connection, connection.begin():
+            if not self.is_sqlite:
+                connection.execute(text("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ"))
             yield connection
 
     @contextmanager
     def write_transaction(self, durability: Durability = Durability.FULL) -> Iterator[Connection]:
         """A transaction that commits when the block ends and rolls back when it raises."""
-        with self._write_sqlite(durability) if self.is_sqlite else self._write_postgres(durability) as connection:
+        notifications: list[str] = []
+        begin = self._write_sqlite if self.is_sqlite else self._write_postgres
+        with begin(durability) as connection:
+            connection.info["notifications"] = notifications
             yield connection
+        self._deliver(notifications)
+
+    @contextmanager
+    def write_statement(self) -> Iterator[Connection]:
+        """Commits every statement by itself, with `Durability.NORMAL`: for a block that writes with one statement."""
+        if self.is_sqlite:
+            with self.write_transaction(Durability.NORMAL) as connection:
+                yield connection
+            return
+        notifications: list[str] = []
+        with translate_errors(), self._statements.connect() as connection, connection.begin():
+            connection.info["notifications"] = notifications
+            yield connection
+        self._deliver(notifications)
 
     @contextmanager
     def _write_sqlite(self, durability: Durability) -> Iterator[Connection]:
@@ -132,17 +164,14 @@ class Database:
             _set_synchronous(connection, durability)
             remaining = max(0.0, self._lock_timeout - (self._writers.blocked_seconds - before))
             connection = connection.execution_options(palaver_wait=remaining)
-            notifications: list[str] = []
-            connection.info["notifications"] = notifications
             with connection.begin():
                 yield connection
-        if notifications and self.deliver is not None:
-            self.deliver(notifications)
 
     @contextmanager
     def _write_postgres(self, durability: Durability) -> Iterator[Connection]:
         with translate_errors(), self.engine.connect() as connection, connection.begin():
-            connection.execute(text(f"SET LOCAL synchronous_commit = {_POSTGRES_SYNCHRONOUS_COMMIT[durability]}"))
+            if durability is Durability.NORMAL:
+                connection.execute(_ASYNCHRONOUS)
             yield connection
 
     def now(self) -> ColumnElement[int]:
@@ -157,14 +186,20 @@ class Database:
         connection.execute(insert(table).values(values).on_conflict_do_nothing())
 
     def notify(self, connection: Connection, payload: str) -> None:
-        """Notifies all processes once this write transaction is committed."""
-        if self.is_sqlite:
-            connection.info["notifications"].append(payload)
-        else:
-            connection.execute(_NOTIFY, {"channel": CHANNEL, "payload": payload})
+        """Notifies all processes once the write of this connection is committed."""
+        connection.info["notifications"].append(payload)
+
+    def _deliver(self, payloads: list[str]) -> None:
+        if not payloads or self.deliver is None:
+            return
+        try:
+            self.deliver(payloads)
+        except StoreError as error:  # what they tell of is committed
+            _log.warning("other processes were not notified: %s", error)
 
     def close(self) -> None:
         self.engine.dispose()
+        self._statements.dispose()
 
     def _sqlite_engine(self) -> Engine:
         engine = create_engine(self.url, connect_args={"timeout": self._lock_timeout, "check_same_thread": False})
@@ -174,7 +209,7 @@ class Database:
         return engine
 
     def _begin_sqlite(self, connection: Connection) -> None:
-        """Writers wait for another process's lock for what is left of their lock timeout after queueing."""
+        """Writers wait for another process's lock for the rest of their lock timeout after queueing."""
         remaining = connection.get_execution_options().get("palaver_wait")
         if remaining is None:
             connection.exec_driver_sql("BEGIN")
@@ -189,17 +224,32 @@ class Database:
                 if shortened:
                     connection.exec_driver_sql(f"PRAGMA busy_timeout = {int(self._lock_timeout * 1000)}")
 
-    def _postgres_engine(self) -> Engine:
+    def _postgres_engine(self, synchronous_commit: str, isolation: Literal["AUTOCOMMIT"] | None = None) -> Engine:
         milliseconds = int(self._lock_timeout * 1000)
+        settings = f"-c lock_timeout={milliseconds} -c timezone=UTC -c synchronous_commit={synchronous_commit}"
         options = {
-            "options": f"-c lock_timeout={milliseconds} -c timezone=UTC",
+            "options": settings,
             "connect_timeout": CONNECT_SECONDS,
             "tcp_user_timeout": SILENCE_SECONDS * 1000,
         }
+        more = {} if isolation is None else {"isolation_level": isolation}
         try:
-            return create_engine(self.url, connect_args=options, pool_pre_ping=True)
+            engine = create_engine(self.url, connect_args=options, pool_size=POOL_SIZE, **more)
         except ModuleNotFoundError:
             raise Unreachable("PostgreSQL needs its driver: pip install 'palaver[postgres]'.") from None
+        event.listen(engine, "checkout", _check_connected)
+        return engine
+
+
+def _check_connected(connection: Any, *_: object) -> None:
+    """Raises DisconnectionError, upon which the pool connects again, if the server has closed the connection meanwhile.
+
+    An idle connection has nothing to read but the server's farewell: that costs no message to the server.
+    """
+    with selectors.DefaultSelector() as selector:
+        selector.register(connection.fileno(), selectors.EVENT_READ)
+        if selector.select(0):
+            raise DisconnectionError
 
 
 def _parse_url(url: str | URL) -> URL:

@@ -15,7 +15,7 @@ from typing import IO, Any
 from sqlalchemy import Connection, delete, insert, select, update
 
 from palaver.store.blobs import private_opener
-from palaver.store.database import Database, Durability
+from palaver.store.database import Database
 from palaver.store.errors import LeaseLost, translate_errors
 from palaver.store.notifications import Notifications
 from palaver.store.records import current_time, new_id
@@ -43,7 +43,7 @@ class Lease:
         """Returns False if the lease expired and another process claimed its replies."""
         expiry = self._database.now() + _microseconds(self._seconds)
         change = update(holders).where(holders.c.id == self.id).values(expires_at=expiry)
-        with self._database.write_transaction(Durability.NORMAL) as connection:
+        with self._database.write_statement() as connection:
             return connection.execute(change).rowcount == 1
 
     def close(self) -> None:

@@ -107,9 +107,9 @@ class Messages:
                 tree.set_times(connection, conversation_id, min(times), max(times))
         return True
 
-    def get(self, id: str) -> StoredMessage:
+    def get(self, id: str, owner: str | None = None) -> StoredMessage:
         with self._database.read_transaction() as connection:
-            return tree.get_message(connection, id)
+            return tree.get_message(connection, id, owner=owner)
 
     def path(self, leaf_id: str) -> tuple[StoredMessage, ...]:
         """A branch: from the root to this message."""

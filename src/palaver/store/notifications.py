@@ -19,14 +19,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from sqlalchemy import Connection, NullPool, create_engine, select
+from sqlalchemy import Connection, NullPool, create_engine, select, text
 
 from palaver.encoding import Tagged, adapter
-from palaver.store.database import CHANNEL, Database, Durability
-from palaver.store.errors import StoreError
+from palaver.store.database import Database
 from palaver.store.schema import holders
 
 _log = logging.getLogger(__name__)
+CHANNEL = "palaver"
+"""PostgreSQL's channel."""
+_NOTIFY = text("SELECT pg_notify(:channel, payload) FROM unnest(CAST(:payloads AS text[])) AS payload")
 MAX_REPLIES = 150
 """Replies in one notification: PostgreSQL's payloads are below 8,000 bytes."""
 MAX_DATAGRAM = 65_536
@@ -120,8 +122,7 @@ class Notifications:
         self._sending = threading.Lock()
         self._stalled: set[str] = set()
         """Addresses that did not take the last notification: no sender waits for them."""
-        if database.is_sqlite and _has_unix_sockets():
-            database.deliver = self._deliver
+        database.deliver = self._deliver
 
     @property
     def address(self) -> str | None:
@@ -146,13 +147,7 @@ class Notifications:
 
     def send(self, notifications: Iterable[Notification]) -> None:
         """Sends notifications that belong to no transaction."""
-        payloads = [_ADAPTER.dump_json(one).decode() for one in notifications]
-        if self._database.is_sqlite:
-            self._deliver(payloads)
-            return
-        with self._database.write_transaction(Durability.NORMAL) as connection:
-            for payload in payloads:
-                self._database.notify(connection, payload)
+        self._deliver([_ADAPTER.dump_json(one).decode() for one in notifications])
 
     def close(self) -> None:
         self._close_listener()
@@ -171,14 +166,21 @@ class Notifications:
             receive(notification)
 
     def _deliver(self, payloads: list[str]) -> None:
-        query = select(holders.c.address).where(holders.c.address.is_not(None)).distinct()
-        try:
-            with self._database.read_transaction() as connection:
-                addresses = connection.execute(query).scalars().all()
-        except StoreError as error:  # what they tell of is committed
-            _log.warning("other processes were not notified: %s", error)
+        """On PostgreSQL not in the transaction that they tell of: of those that notify, one commits at a time, so that
+        the tokens and commands of all processes would wait while a message is synced."""
+        if self._database.is_sqlite:
+            self._send_datagrams(payloads)
             return
-        if not addresses or not _has_unix_sockets():
+        with self._database.write_statement() as connection:
+            connection.execute(_NOTIFY, {"channel": CHANNEL, "payloads": payloads})
+
+    def _send_datagrams(self, payloads: list[str]) -> None:
+        if not _has_unix_sockets():
+            return
+        query = select(holders.c.address).where(holders.c.address.is_not(None)).distinct()
+        with self._database.read_transaction() as connection:
+            addresses = connection.execute(query).scalars().all()
+        if not addresses:
             return
         with self._sending:
             if self._socket is None:

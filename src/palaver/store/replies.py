@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
-from sqlalchemy import Connection, bindparam, delete, exists, insert, select, text, update
+from sqlalchemy import Connection, bindparam, delete, exists, func, insert, select, text, update
 
 from palaver.errors import NothingToContinue
 from palaver.events import Usage
@@ -41,10 +41,8 @@ MAX_RESUME_KEYS = 8
 """Idempotency keys of `resume` that are remembered per reply."""
 
 # built once: they run for every engine step
-_SELECT_RUNNING = (
-    select(running.c.message_id, running.c.tokens, running.c.watched)
-    .where(running.c.holder_id == bindparam("holder"))
-    .with_for_update()
+_SELECT_HELD = select(running.c.message_id, running.c.tokens, running.c.watched).where(
+    running.c.holder_id == bindparam("holder")
 )
 _INSERT_TOKENS = insert(reply_tokens)
 _UPDATE_RUNNING = (
@@ -52,18 +50,29 @@ _UPDATE_RUNNING = (
     .where(running.c.message_id == bindparam("id"))
     .values(tokens=bindparam("count"), timings=bindparam("timings"))
 )
-_INSERT_FRAMES_POSTGRES = text("""
-    WITH frames AS (
-        SELECT * FROM unnest(
-            CAST(:ids AS text[]), CAST(:starts AS int[]), CAST(:counts AS int[]), CAST(:data AS bytea[]),
-            CAST(:timings AS text[])
-        ) AS frame (id, start, count, data, timings)
+_APPEND_POSTGRES = text("""
+    WITH frames AS MATERIALIZED (
+        SELECT id, start, count, CAST(timings AS text), substring(CAST(:data AS bytea) FROM first FOR size) AS data
+        FROM json_to_recordset(CAST(:frames AS json))
+        AS frame (id text, start int, count int, timings json, first int, size int)
+    ), held AS (
+        SELECT message_id, tokens, watched FROM running
+        WHERE message_id IN (SELECT id FROM frames) AND holder_id = :holder
+        ORDER BY message_id FOR UPDATE
+    ), written AS (
+        SELECT frames.* FROM frames JOIN held ON held.message_id = frames.id
+        WHERE frames.count > 0
+        AND NOT EXISTS (SELECT FROM frames JOIN held ON held.message_id = id WHERE held.tokens <> start)
     ), counted AS (
-        UPDATE running SET tokens = frames.start + frames.count, timings = frames.timings
-        FROM frames WHERE running.message_id = frames.id
+        UPDATE running SET tokens = written.start + written.count, timings = written.timings
+        FROM written WHERE running.message_id = written.id
+    ), inserted AS (
+        INSERT INTO reply_tokens (message_id, start, count, data) SELECT id, start, count, data FROM written
     )
-    INSERT INTO reply_tokens (message_id, start, count, data) SELECT id, start, count, data FROM frames
+    SELECT message_id, tokens, watched FROM held
 """)
+"""All of `append` in one statement, since each is a message to the server. Rows are locked in the order of their ids,
+as everywhere. The frames are one text and their data one value: the driver takes long for arrays."""
 _SELECT_NEW = """
     SELECT replies.message_id, replies.status, reply_tokens.start, reply_tokens.data
     FROM {positions} AS position
@@ -171,16 +180,20 @@ class Replies:
         Returns the ids of replies that this lease no longer holds. Nothing of those was written: stop them.
         Raises TokenCountMismatch if a reply has another number of tokens than its frame says.
         """
-        with self._database.write_transaction(Durability.NORMAL) as connection:
-            held_replies = _held_replies(connection, lease)
-            held = [frame for frame in frames if frame.reply_id in held_replies]
-            counts = {frame.reply_id: held_replies[frame.reply_id].tokens for frame in held}
-            if different := {one.reply_id: counts[one.reply_id] for one in held if one.start != counts[one.reply_id]}:
-                raise TokenCountMismatch(different)
-            if held := [frame for frame in held if frame.steps]:
-                (_insert_frames if self._database.is_sqlite else _insert_frames_postgres)(connection, held)
-                self._notify_readers(connection, [one.reply_id for one in held if held_replies[one.reply_id].watched])
-        return frozenset(frame.reply_id for frame in frames) - held_replies.keys()
+        append = _append_sqlite if self._database.is_sqlite else _append_postgres
+        with self._database.write_statement() as connection:
+            held = append(connection, lease, frames)
+            mismatched = {
+                one.reply_id: held[one.reply_id].tokens
+                for one in frames
+                if one.reply_id in held and one.start != held[one.reply_id].tokens
+            }
+            if not mismatched:
+                written = (one.reply_id for one in frames if one.steps and one.reply_id in held)
+                self._notify_readers(connection, [id for id in written if held[id].watched])
+        if mismatched:
+            raise TokenCountMismatch(mismatched)
+        return frozenset(frame.reply_id for frame in frames) - held.keys()
 
     def finish(self, lease: Lease, reply_id: str, ending: ReplyEnding) -> StoredMessage:
         """Ends a running reply durably: text, status, tokens in one row. Raises LeaseLost if not held, and
@@ -188,15 +201,14 @@ class Replies:
         assert ending.status is not ReplyStatus.RUNNING
         parts = None if ending.parts is None else store_media(ending.parts, self._blobs)
         with self._database.write_transaction() as connection:
-            held = _held_replies(connection, lease).get(reply_id)
-            if held is None:
-                raise LeaseLost(reply_id)
+            held = _check_held(connection, lease, reply_id)
             if held.tokens < (ending.tokens or 0):
                 raise TokenCountMismatch({reply_id: held.tokens})
             _merge_token_rows(connection, reply_id)
             if parts is not None:
                 _set_parts(connection, reply_id, parts)
-            _save_timings(connection, [reply_id])
+            if ending.timings is None:
+                _save_timings(connection, [reply_id])
             _end_replies(connection, [reply_id], _final_values(ending))
             if ending.tool_calls:
                 open_round(connection, reply_id, ending.tool_calls)
@@ -218,7 +230,7 @@ class Replies:
         Raises Conflict if the reply has children: start a sibling with its tokens as `prefix` instead.
         Raises LeaseLost if another process claimed this lease's replies.
         """
-        with self._database.write_transaction() as connection:
+        with self._database.write_transaction(Durability.SERVER) as connection:
             check_lease(connection, lease)
             reply = tree.get_message(connection, reply_id)
             _check_resumable(connection, reply)
@@ -227,7 +239,11 @@ class Replies:
             values = {"status": ReplyStatus.RUNNING.value, "ended_at": None, "error": None}
             connection.execute(_update_reply(reply_id).values(**values, settings=encode_settings(settings)))
             _insert_running(connection, reply_id, lease.id, tokens)
-            return tree.get_message(connection, reply_id)
+            assert reply.reply is not None
+            status = ReplyStatus.RUNNING
+            return replace(
+                reply, reply=replace(reply.reply, settings=settings, status=status, ended_at=None, error=None)
+            )
 
     def record_engine(self, lease: Lease, reply_id: str, fingerprint: str) -> StoredMessage:
         """Records the engine that continues a running reply, such as one claimed from a dead process.
@@ -235,8 +251,7 @@ class Replies:
         Raises LeaseLost if not held.
         """
         with self._database.write_transaction() as connection:
-            if reply_id not in _held_replies(connection, lease):
-                raise LeaseLost(reply_id)
+            _check_held(connection, lease, reply_id)
             reply = tree.get_message(connection, reply_id, deleted=True)
             if reply.reply is None:
                 raise NotFound("reply", reply_id)
@@ -246,9 +261,8 @@ class Replies:
 
     def record_answer_at(self, lease: Lease, reply_id: str, position: int) -> None:
         """Records at which token count the answer of a running reply was requested. Raises LeaseLost if not held."""
-        with self._database.write_transaction() as connection:
-            if reply_id not in _held_replies(connection, lease):
-                raise LeaseLost(reply_id)
+        with self._database.write_transaction(Durability.SERVER) as connection:
+            _check_held(connection, lease, reply_id)
             requested = update(running).where(running.c.message_id == reply_id)
             connection.execute(requested.values(answer_requested=False))
             reply = tree.get_message(connection, reply_id, deleted=True)
@@ -258,11 +272,16 @@ class Replies:
 
     # readers and commands of other processes
 
-    def watch(self, reply_id: str) -> bool:
-        """From now on every process is notified of the reply's tokens and its end. Returns False if it does not run."""
+    def watch(self, reply_id: str) -> Mapping[str, float]:
+        """From now on every process is notified of the tokens and the end of the reply, if it runs.
+
+        Returns its timings up to its last token.
+        """
+        saved = select(replies.c.timings).where(replies.c.message_id == reply_id).scalar_subquery()
         change = update(running).where(running.c.message_id == reply_id).values(watched=True)
-        with self._database.write_transaction(Durability.NORMAL) as connection:
-            return connection.execute(change).rowcount == 1
+        with self._database.write_statement() as connection:
+            found = connection.execute(change.returning(func.coalesce(running.c.timings, saved))).first()
+        return self.timings(reply_id) if found is None else cast("Mapping[str, float]", found[0])
 
     def read_new(self, positions: Mapping[str, int]) -> dict[str, NewTokens]:
         """The tokens of each reply after its position: only those are read. A reply that was purged is left out."""
@@ -284,7 +303,7 @@ class Replies:
         If that process dies first, the one that takes the reply over runs the command.
         """
         values = {name: True for name, given in (("stop_requested", stop), ("answer_requested", answer)) if given}
-        with self._database.write_transaction(Durability.NORMAL) as connection:
+        with self._database.write_statement() as connection:
             found = connection.execute(update(running).where(running.c.message_id == reply_id).values(**values))
             if found.rowcount != 1:
                 return False
@@ -305,11 +324,12 @@ class Replies:
         with self._database.read_transaction() as connection:
             return tuple(connection.execute(query.where(messages.c.conversation_id == conversation_id)).scalars())
 
-    def is_held(self, lease: Lease, reply_id: str) -> bool:
-        """Whether the reply runs under this lease."""
+    def holder(self, reply_id: str) -> str | None:
+        """The id of the lease under which the reply runs; None if it does not run."""
         query = select(running.c.holder_id).where(running.c.message_id == reply_id)
         with self._database.read_transaction() as connection:
-            return bool(connection.execute(query).scalar() == lease.id)
+            holder: str | None = connection.execute(query).scalar()
+        return holder
 
     def tokens(self, reply_id: str) -> tuple[Step, ...]:
         """The tokens of the reply so far."""
@@ -424,7 +444,8 @@ class Replies:
 
     def _orphans(self, connection: Connection, lease: Lease | None) -> tuple[list[str], tuple[str, ...]]:
         dead = self._dead_holders(connection, lease)
-        query = select(running.c.message_id).where(running.c.holder_id.in_(dead)).with_for_update()
+        query = select(running.c.message_id).where(running.c.holder_id.in_(dead))
+        query = query.order_by(running.c.message_id).with_for_update()
         return dead, tuple(connection.execute(query).scalars()) if dead else ()
 
     def _dead_holders(self, connection: Connection, lease: Lease | None) -> list[str]:
@@ -479,44 +500,52 @@ def _insert_running(connection: Connection, id: str, holder: str, count: int) ->
     connection.execute(insert(running).values(message_id=id, holder_id=holder, tokens=count))
 
 
-def _held_replies(connection: Connection, lease: Lease) -> dict[str, Any]:
-    """The rows of the replies that this lease holds, by id. They stay locked until the transaction ends."""
-    return {row.message_id: row for row in connection.execute(_SELECT_RUNNING, {"holder": lease.id})}
+def _check_held(connection: Connection, lease: Lease, id: str) -> Any:
+    """Locks the row of a running reply, and returns it. Raises LeaseLost if this lease does not hold it."""
+    query = _SELECT_HELD.where(running.c.message_id == id).with_for_update()
+    row = connection.execute(query, {"holder": lease.id}).first()
+    if row is None:
+        raise LeaseLost(id)
+    return row
 
 
-def _insert_frames(connection: Connection, frames: Sequence[TokenFrame]) -> None:
-    connection.execute(_INSERT_TOKENS, [_token_row(one.reply_id, one.start, one.steps) for one in frames])
-    counted = [{"id": one.reply_id, "count": one.end, "timings": dict(one.timings)} for one in frames]
-    connection.execute(_UPDATE_RUNNING, counted)
+def _append_sqlite(connection: Connection, lease: Lease, frames: Sequence[TokenFrame]) -> dict[str, Any]:
+    """Appends the frames of held replies, unless one does not fit to its count. Returns the rows of held replies."""
+    held = {row.message_id: row for row in connection.execute(_SELECT_HELD, {"holder": lease.id})}
+    mine = [frame for frame in frames if frame.reply_id in held]
+    written = [frame for frame in mine if frame.steps]
+    if written and all(frame.start == held[frame.reply_id].tokens for frame in mine):
+        connection.execute(_INSERT_TOKENS, [_token_row(one.reply_id, one.start, one.steps) for one in written])
+        counted = [{"id": one.reply_id, "count": one.end, "timings": dict(one.timings)} for one in written]
+        connection.execute(_UPDATE_RUNNING, counted)
+    return held
 
 
-def _insert_frames_postgres(connection: Connection, frames: Sequence[TokenFrame]) -> None:
-    """The same in one statement, since each costs a message to the server."""
-    values = {
-        "ids": [one.reply_id for one in frames],
-        "starts": [one.start for one in frames],
-        "counts": [len(one.steps) for one in frames],
-        "data": [pack_tokens(one.steps) for one in frames],
-        "timings": [json_text(dict(one.timings)) for one in frames],
-    }
-    connection.execute(_INSERT_FRAMES_POSTGRES, values)
+def _append_postgres(connection: Connection, lease: Lease, frames: Sequence[TokenFrame]) -> dict[str, Any]:
+    rows, data = [], bytearray()
+    for one in frames:
+        packed = pack_tokens(one.steps)
+        row = {"id": one.reply_id, "start": one.start, "count": len(one.steps), "timings": dict(one.timings)}
+        rows.append({**row, "first": len(data) + 1, "size": len(packed)})
+        data += packed
+    values = {"holder": lease.id, "frames": json_text(rows), "data": bytes(data)}
+    return {row.message_id: row for row in connection.execute(_APPEND_POSTGRES, values)}
 
 
 def _merge_token_rows(connection: Connection, id: str) -> None:
     mine = reply_tokens.c.message_id == id
-    rows = connection.execute(select(reply_tokens).where(mine).order_by(reply_tokens.c.start)).all()
-    if len(rows) < 2:
+    rows = connection.execute(delete(reply_tokens).where(mine).returning(reply_tokens.c.start, reply_tokens.c.data))
+    steps = [step for _, data in sorted(map(tuple, rows)) for step in unpack_tokens(data)]
+    if not steps:
         return
-    steps = [step for row in rows for step in unpack_tokens(row.data)]
-    connection.execute(delete(reply_tokens).where(mine))
     connection.execute(insert(reply_tokens).values(_token_row(id, 0, steps)))
 
 
 def _set_parts(connection: Connection, id: str, parts: tuple[StoredPart, ...]) -> None:
     """Replaces the parts of a reply, its blob references and its search index entries."""
-    seq = connection.execute(select(messages.c.seq).where(messages.c.id == id)).scalar_one()
     content = encode_parts(parts)
-    connection.execute(update(messages).where(messages.c.id == id).values(parts=content))
+    change = update(messages).where(messages.c.id == id).values(parts=content).returning(messages.c.seq)
+    seq = connection.execute(change).scalar_one()
     connection.execute(delete(message_blobs).where(message_blobs.c.message_id == id))
     tree.link_blobs(connection, id, parts)
     reindex(connection, seq, content)

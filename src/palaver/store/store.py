@@ -21,6 +21,7 @@ from palaver.store.replies import Replies
 from palaver.store.search import MessageSearch
 from palaver.store.shares import Shares
 from palaver.store.tool_rounds import ToolRounds
+from palaver.store.tool_rules import ToolRules
 from palaver.store.users import Defaults, Keys, Presets, RateLimits, Users
 
 DATABASE = "palaver.db"
@@ -56,6 +57,7 @@ class Store:
         self.replies = Replies(database, self.blobs, self.leases)
         self.cursors = Cursors(database)
         self.tool_rounds = ToolRounds(database, self.leases)
+        self.tool_rules = ToolRules(database)
         self.comparisons = Comparisons(database)
         self.shares = Shares(database)
         self.search = MessageSearch(database)

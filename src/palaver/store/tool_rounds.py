@@ -13,7 +13,7 @@ from datetime import datetime
 from enum import StrEnum
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, delete, insert, select, update
+from sqlalchemy import ColumnElement, Connection, insert, select, update
 
 from palaver.messages import ToolCall
 from palaver.store.blobs import Blob
@@ -22,7 +22,7 @@ from palaver.store.encoding import decode_parts, encode_parts
 from palaver.store.leases import Lease, Leases
 from palaver.store.notifications import RoundStopped, notify
 from palaver.store.records import current_time, parse_time
-from palaver.store.schema import conversations, holders, message_blobs, messages, tool_calls, tool_rounds, tool_rules
+from palaver.store.schema import conversations, holders, message_blobs, messages, tool_calls, tool_rounds
 
 
 class RoundState(StrEnum):
@@ -86,22 +86,6 @@ class ToolRound:
     error: str | None = None
     continued: bool = False
     """Whether a user continued it: the limits of the loop count from here."""
-
-
-class Rule(StrEnum):
-    ALWAYS = "always"
-    NEVER = "never"
-
-
-@dataclass(frozen=True, slots=True)
-class ToolRule:
-    """What a user decided for the future."""
-
-    name: str
-    """Of a tool, or of a server for all its tools."""
-    rule: Rule
-    conversation_id: str = ""
-    """The conversation in which the rule of a tool holds; empty for a server: it holds in all."""
 
 
 class ToolRounds:
@@ -227,57 +211,6 @@ class ToolRounds:
         """The results are messages now; `next_id` is the reply to them, unless the client starts it."""
         with self._database.write_transaction() as connection:
             return _set_round(connection, reply_id, (RoundState.OPEN,), state=RoundState.DONE.value, next_id=next_id)
-
-    # rules
-
-    def rule(self, owner: str, conversation_id: str, tool: str, server: str) -> Rule | None:
-        """The rule for a tool: that of the tool in the conversation, or that of its server. Never is stronger."""
-        names = tool_rules.c.name.in_((tool, server))
-        places = tool_rules.c.conversation_id.in_((conversation_id, ""))
-        query = select(tool_rules.c.rule).where(tool_rules.c.owner_id == owner, names, places)
-        with self._database.read_transaction() as connection:
-            found = set(connection.execute(query).scalars())
-        if Rule.NEVER.value in found:
-            return Rule.NEVER
-        return Rule.ALWAYS if Rule.ALWAYS.value in found else None
-
-    def set_rule(self, owner: str, conversation_id: str, name: str, rule: Rule | None) -> None:
-        """For a tool in a conversation, or, with an empty `conversation_id`, for a server. None removes the rule."""
-        same = (
-            tool_rules.c.owner_id == owner,
-            tool_rules.c.conversation_id == conversation_id,
-            tool_rules.c.name == name,
-        )
-        with self._database.write_transaction() as connection:
-            connection.execute(delete(tool_rules).where(*same))
-            if rule is not None:
-                row = {"owner_id": owner, "conversation_id": conversation_id, "name": name, "rule": rule.value}
-                connection.execute(insert(tool_rules).values(row))
-
-    def list_rules(self, owner: str) -> tuple[ToolRule, ...]:
-        """The rules of a user, without those of deleted conversations."""
-        gone = select(conversations.c.id).where(conversations.c.deleted_at.is_not(None))
-        query = select(tool_rules).where(tool_rules.c.owner_id == owner, tool_rules.c.conversation_id.not_in(gone))
-        with self._database.read_transaction() as connection:
-            rows = connection.execute(query.order_by(tool_rules.c.name, tool_rules.c.conversation_id))
-            return tuple(ToolRule(row.name, Rule(row.rule), row.conversation_id) for row in rows)
-
-    def forget_rules(self, owner: str, name: str | None = None, conversation_id: str | None = None) -> int:
-        """Removes rules of a user: all, those of a name, or those in a conversation. Returns how many."""
-        which = delete(tool_rules).where(tool_rules.c.owner_id == owner)
-        if name is not None:
-            which = which.where(tool_rules.c.name == name)
-        if conversation_id is not None:
-            which = which.where(tool_rules.c.conversation_id == conversation_id)
-        with self._database.write_transaction() as connection:
-            return connection.execute(which).rowcount
-
-    def forget_server(self, owner: str, server: str) -> None:
-        """Removes all rules of a user for a server and its tools."""
-        prefix = f"{server}__".replace("_", "\\_")
-        mine = tool_rules.c.name.like(f"{prefix}%", escape="\\") | (tool_rules.c.name == server)
-        with self._database.write_transaction() as connection:
-            connection.execute(delete(tool_rules).where(tool_rules.c.owner_id == owner, mine))
 
     def _change(self, reply_id: str, position: int, before: Sequence[CallState], values: dict[str, Any]) -> bool:
         with self._database.write_transaction() as connection:

@@ -107,9 +107,10 @@ def link_blobs(connection: Connection, id: str, parts: tuple[StoredPart, ...]) -
         connection.execute(insert(message_blobs), rows)
 
 
-def get_message(connection: Connection, id: str, deleted: bool = False) -> StoredMessage:
-    """Raises NotFound if there is none. Messages of deleted conversations are included only with `deleted`."""
-    query = select_messages() if deleted else exclude_deleted(select_messages())
+def get_message(connection: Connection, id: str, deleted: bool = False, owner: str | None = None) -> StoredMessage:
+    """Raises NotFound if there is none, or the conversation is not of this owner. Messages of deleted conversations
+    are included only with `deleted`, whoever owns them."""
+    query = select_messages() if deleted else exclude_deleted(select_messages(), owner)
     row = connection.execute(query.where(messages.c.id == id)).first()
     if row is None:
         raise NotFound("message", id)
@@ -206,10 +207,12 @@ def _reply(row: Any) -> StoredReply:
     )
 
 
-def exclude_deleted(query: Select[Any]) -> Select[Any]:
-    return query.join(conversations, conversations.c.id == messages.c.conversation_id).where(
+def exclude_deleted(query: Select[Any], owner: str | None = None) -> Select[Any]:
+    """Without messages of deleted conversations, and without those of other owners."""
+    query = query.join(conversations, conversations.c.id == messages.c.conversation_id).where(
         conversations.c.deleted_at.is_(None)
     )
+    return query if owner is None else query.where(conversations.c.owner_id == owner)
 
 
 def _check_parent(connection: Connection, new: TreeMessage) -> None:
