@@ -1,7 +1,9 @@
 """The torch engine on an accelerator: whether its replies are right, and its speed relative to memory bandwidth.
 
     PYTHONPATH=src python3 benchmarks/accelerator.py --identity     every family against the library, fp32
+    PYTHONPATH=src python3 benchmarks/accelerator.py --kernels      families that our kernels run, in bf16
     PYTHONPATH=src python3 benchmarks/accelerator.py --speed        random weights in the shapes of real models, bf16
+    PYTHONPATH=src python3 benchmarks/accelerator.py --speed --shape Gemma-3-4b --library
     PYTHONPATH=src python3 benchmarks/accelerator.py --sampling     the same at batch 1 and 32: what sampling costs
     PYTHONPATH=src python3 benchmarks/accelerator.py --arrivals     requests that come and go
     PYTHONPATH=src python3 benchmarks/accelerator.py --bits 2000    the exact mode: replies alone, in batches, cut
@@ -31,12 +33,22 @@ from palaver.engines.torch import EngineOptions, SchedulerLimits, TorchEngine
 from palaver.engines.torch.library_engine import model_engine
 from palaver.engines.torch.loader import quiet
 from palaver.generation import Prompt, Step
+from palaver.memory import collect_seldom
 from palaver.sampling import Sampling
 from tests.engines import tiny
 
 FAMILIES = ("llama", "qwen3", "gemma3", "gpt_oss", "mistral", "qwen3_moe", "phi3", "phi", "qwen2", "gpt2")
 RECURRENT = ("qwen3_next", "lfm2", "mamba")
-SHAPES: dict[str, dict[str, int]] = {
+KERNEL_FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "gpt_oss", "qwen3_moe", "phi3")
+KERNEL_SIZES: dict[str, Any] = {
+    "vocab_size": 320,
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "moe_intermediate_size": 64,
+    "head_dim": 32,
+    "initializer_range": 0.1,
+}
+SHAPES: dict[str, dict[str, Any]] = {
     "Qwen3-0.6B": {
         "hidden_size": 1024,
         "intermediate_size": 3072,
@@ -53,7 +65,43 @@ SHAPES: dict[str, dict[str, int]] = {
         "num_key_value_heads": 8,
         "head_dim": 128,
     },
+    "Qwen3-30B-A3B": {
+        "config": "Qwen3MoeConfig",
+        "hidden_size": 2048,
+        "moe_intermediate_size": 768,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+    },
+    "gpt-oss-20b": {
+        "config": "GptOssConfig",
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "num_local_experts": 32,
+        "num_experts_per_tok": 4,
+        "sliding_window": 128,
+    },
+    "Gemma-3-4b": {
+        "config": "Gemma3TextConfig",
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "num_hidden_layers": 34,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "sliding_window": 1024,
+        "query_pre_attn_scalar": 256,
+    },
 }
+DEFAULT_SHAPES = ("Qwen3-0.6B", "Qwen3-8B")
 TINY = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -64,7 +112,9 @@ TINY = {
 }
 LENGTH = 24
 MARGIN = 1e-3
-"""Two likeliest tokens whose logits are this close may swap by rounding."""
+"""Two likely tokens whose logits are this close may swap by rounding."""
+NARROW_MARGIN = 0.03
+"""The same in bfloat16, relative to the greatest logit: some units in the last place, after several layers."""
 
 
 async def generate_ids(
@@ -83,13 +133,20 @@ async def generate_ids(
 class Identity:
     """Compares one family's replies with the library's generate(), token by token."""
 
-    def __init__(self, family: str, device: str) -> None:
+    def __init__(self, family: str, device: str, kernels: bool) -> None:
+        """`kernels`: in bfloat16, in sizes that our kernels run; the library computes the same weights in float32."""
         self.family = family
         self.device = device
-        self.model = tiny.build(family).to(device)
-        self.sampling = Sampling(temperature=0, max_tokens=LENGTH, banned_ids=(tiny.END,))
+        self.kernels = kernels
+        self.model = self.build().float()
+        self.banned = [tiny.END, *range(tiny.SIZE, KERNEL_SIZES["vocab_size"] if kernels else 0)]
+        self.sampling = Sampling(temperature=0, max_tokens=LENGTH, banned_ids=tuple(self.banned))
         self.close = 0
         self.steps = ""
+
+    def build(self) -> Any:
+        sizes = KERNEL_SIZES if self.kernels else {}
+        return tiny.build(self.family, **sizes).to(self.device, torch.bfloat16 if self.kernels else torch.float32)
 
     @torch.inference_mode()
     def library_ids(self, prompt: Sequence[int]) -> list[int]:
@@ -100,7 +157,7 @@ class Identity:
                 attention_mask=torch.ones_like(ids),
                 max_new_tokens=LENGTH,
                 do_sample=False,
-                suppress_tokens=[tiny.END],
+                suppress_tokens=self.banned,
                 pad_token_id=0,
                 eos_token_id=None,
             )
@@ -117,9 +174,9 @@ class Identity:
             return False
         ids = torch.tensor([[*prompt, *expected[:first]]], device=self.device)
         logits = self.model(input_ids=ids, use_cache=False).logits[0, -1].float()
-        logits[tiny.END] = -torch.inf
-        best = logits.topk(2).values
-        near = bool(best[0] - best[1] < MARGIN)
+        margin = NARROW_MARGIN * float(logits.abs().max()) if self.kernels else MARGIN
+        logits[self.banned] = -torch.inf
+        near = bool(logits.max() - logits[reply[first]] < margin)
         self.close += near
         return near
 
@@ -129,7 +186,8 @@ class Identity:
         prompts = [tuple(rng.randrange(256) for _ in range(rng.randint(1, 70))) for _ in range(8)]
         expected = [self.library_ids(prompt) for prompt in prompts]
         options = EngineOptions(cache_bytes=1 << 26, limits=SchedulerLimits(max_running=6, chunk_tokens=24))
-        engine = model_engine(self.family, tiny.build(self.family).to(self.device), tiny.VOCABULARY, options)
+        vocabulary = [*tiny.VOCABULARY, *(b"x" for _ in self.banned[1:])]
+        engine = model_engine(self.family, self.build(), vocabulary, options)
         self.steps = engine.info.steps
         replies = [await generate_ids(engine, Prompt(prompt), self.sampling) for prompt in prompts[:3]]
         replies += await asyncio.gather(*(self._under_load(engine, p, i) for i, p in enumerate(prompts)))
@@ -145,10 +203,10 @@ class Identity:
         return partial + await generate_ids(engine, Prompt(prompt, tuple(partial)), self.sampling)
 
 
-async def identity(device: str) -> int:
+async def identity(device: str, kernels: bool) -> int:
     failures = 0
-    for family in (*FAMILIES, *RECURRENT):
-        test = Identity(family, device)
+    for family in KERNEL_FAMILIES if kernels else (*FAMILIES, *RECURRENT):
+        test = Identity(family, device, kernels)
         began = time.perf_counter()
         compared, wrong = await test.run()
         failures += wrong
@@ -181,13 +239,23 @@ def _synchronize(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def random_model(shape: dict[str, int], device: str, vocabulary: int) -> Any:
-    config = transformers.Qwen3Config(
-        **shape, vocab_size=vocabulary, max_position_embeddings=8192, tie_word_embeddings=False, eos_token_id=None
+def random_model(shape: dict[str, Any], device: str, vocabulary: int) -> Any:
+    config = getattr(transformers, shape.get("config", "Qwen3Config"))(
+        **{name: value for name, value in shape.items() if name != "config"},
+        vocab_size=vocabulary,
+        max_position_embeddings=8192,
+        tie_word_embeddings=False,
+        pad_token_id=None,
+        eos_token_id=None,
     )
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     with torch.device(device), quiet():
-        return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("mlp.gate.weight", "mlp.router.weight")):
+                parameter.mul_(5)  # otherwise rounding decides between experts
+    return model
 
 
 SAMPLINGS = {
@@ -207,24 +275,96 @@ SAMPLING_LOADS = ((1, 1024), (32, 1024))
 """Batch sizes, each with the length of its prompts."""
 
 
+class Pauses:
+    """What else than computing happens in a run: the longest step of the scheduler, collections of Python's garbage,
+    kernels that are compiled, and memory that is asked of the device."""
+
+    def __init__(self, engine: TorchEngine) -> None:
+        self._scheduler: Any = engine._scheduler
+        self._step = self._scheduler.step
+        self.steps: list[float] = []
+        self.collections: list[float] = []
+        self._collecting = 0.0
+        self.compiled = 0
+        self._segments = _segments()
+
+    def __enter__(self) -> Pauses:
+        self._scheduler.step = self._timed_step
+        gc.callbacks.append(self._collected)
+        _set_compile_hook(self._compiled)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._scheduler.step = self._step
+        gc.callbacks.remove(self._collected)
+        _set_compile_hook(None)
+
+    def _timed_step(self) -> None:
+        began = time.perf_counter()
+        self._step()
+        self.steps.append(time.perf_counter() - began)
+
+    def _collected(self, phase: str, _info: dict[str, int]) -> None:
+        if phase == "start":
+            self._collecting = time.perf_counter()
+        else:
+            self.collections.append(time.perf_counter() - self._collecting)
+
+    def _compiled(self, *_: object, **__: object) -> None:
+        self.compiled += 1
+
+    def __str__(self) -> str:
+        steps = sorted(self.steps)
+        usual = steps[len(steps) // 2] if steps else 0.0
+        longer = sum(step - usual for step in steps if step > 1.5 * usual)
+        return (
+            f"{len(steps)} steps, half of them up to {usual * 1e3:.2f} ms, all {max(steps, default=0) * 1e3:.1f} ms,"
+            f" long ones {longer * 1e3:.0f} ms more than others; {len(self.collections)} collections of at most"
+            f" {max(self.collections, default=0) * 1e3:.1f} ms, {self.compiled} kernels compiled,"
+            f" {_segments() - self._segments} allocations on the device"
+        )
+
+
+def _segments() -> int:
+    """How often memory was asked of the device so far."""
+    if not torch.cuda.is_available():
+        return 0
+    count: int = torch.cuda.memory_stats().get("segment.all.allocated", 0)
+    return count
+
+
+def _set_compile_hook(hook: Any) -> None:
+    """Called after each kernel that Triton compiles or reads from its files."""
+    if torch.cuda.is_available():
+        import triton
+
+        triton.knobs.runtime.jit_post_compile_hook = hook
+
+
 class Speed:
     """One shape: tokens a second at some batch sizes, and their share of what the memory bandwidth allows."""
 
-    def __init__(self, name: str, shape: dict[str, int], arguments: argparse.Namespace, limit: float) -> None:
+    def __init__(self, name: str, shape: dict[str, Any], arguments: argparse.Namespace, limit: float) -> None:
         self.name = name
         self.arguments = arguments
         self.limit = limit
         self.size = 512 if arguments.tiny else 151936
         model = random_model(shape, arguments.device, self.size)
         embedding = model.get_input_embeddings().weight.numel()
-        self.weights = sum(p.numel() for p in model.parameters()) - embedding
+        sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+        self.experts = sum(size for name, size in sizes.items() if ".experts." in name)
+        self.weights = sum(sizes.values()) - embedding - self.experts
+        experts = shape.get("num_experts", shape.get("num_local_experts", 1))
+        self.missed = 1 - shape.get("num_experts_per_tok", 1) / experts
+        """The share of a layer's experts that a token doesn't take."""
         self.token_bytes = 4 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * shape["head_dim"]
         began = time.perf_counter()
         self.engine = model_engine(
             name, model, [b"x"] * self.size, EngineOptions(fused=not arguments.library, exact=arguments.exact)
         )
-        gc.freeze()  # as the engine's process does
-        print(f"{name}: {self.weights / 1e9:.2f} G weights to read, {self.engine.info.reuse}", end="")
+        collect_seldom()  # as the engine's process does
+        experts = f" and {self.experts / 1e9:.2f} G of experts" if self.experts else ""
+        print(f"{name}: {self.weights / 1e9:.2f} G weights{experts}, {self.engine.info.reuse}", end="")
         print(f", {self.engine.info.steps}, ready after {time.perf_counter() - began:.1f} s", flush=True)
 
     async def run(self, batch: int, context: int, tokens: int) -> None:
@@ -244,17 +384,20 @@ class Speed:
         warm_up = replace(sampling, max_tokens=8)  # kernels are compiled for their settings when they first run
         await asyncio.gather(*(generate_ids(self.engine, p, warm_up) for p in prompts))
         before, began = self.engine.statistics, time.perf_counter()
-        replies = await asyncio.gather(*(generate_ids(self.engine, p, sampling) for p in prompts))
+        with Pauses(self.engine) as pauses:
+            replies = await asyncio.gather(*(generate_ids(self.engine, p, sampling) for p in prompts))
         assert all(len(reply) == tokens for reply in replies), "nothing ends these replies"
         seconds, after = time.perf_counter() - began, self.engine.statistics
         rate = batch * tokens / seconds
-        read = 2 * self.weights + batch * (context + tokens / 2) * self.token_bytes
+        weights = self.weights + self.experts * (1 - self.missed**batch)  # with experts chosen at random
+        read = 2 * weights + batch * (context + tokens / 2) * self.token_bytes
         allowed = batch * self.limit / read
         forward = (after.forward_seconds - before.forward_seconds) / tokens
         print(
             f"{self.name:11} batch {batch:3} context {context:5} {name}: {rate:8.1f} tokens/s,"
             f" {rate / allowed:6.1%} of the memory's {allowed:8.0f}; {seconds / tokens * 1e3:6.2f} ms a step,"
-            f" {forward * 1e3:6.2f} of it launching the model; prefill {batch * context / prefill:8.0f} tokens/s",
+            f" {forward * 1e3:6.2f} of it launching the model; prefill {batch * context / prefill:8.0f} tokens/s;"
+            f" {pauses}",
             flush=True,
         )
         return rate
@@ -275,52 +418,93 @@ async def generate_steps(
 
 
 class Arrivals:
-    """Requests at random times, 25 a second for ten seconds, with prompts of 512 tokens and replies of 64 to 256."""
+    """Requests at random times for ten seconds, with prompts of 512 tokens and replies of 64 to 256."""
 
-    def __init__(self, name: str, shape: dict[str, int], arguments: argparse.Namespace) -> None:
+    def __init__(self, name: str, shape: dict[str, Any], arguments: argparse.Namespace) -> None:
         self.name = name
-        self.per_second, self.seconds, self.length = (4, 1, 32) if arguments.tiny else (25, 10, 512)
+        self.seconds, self.length = (1, 32) if arguments.tiny else (10, 512)
         self.size = 512 if arguments.tiny else 151936
         model = random_model(shape, arguments.device, self.size)
         self.engine = model_engine(name, model, [b"x"] * self.size, EngineOptions(exact=arguments.exact))
+        collect_seldom()  # as the engine's process does
         self.rng = random.Random(name)
-        self.running = self.most = 0
         self.first_tokens: list[float] = []
+        self.times: list[float] = []
+        """Of all tokens."""
+        self.gaps: list[float] = []
+        """Between the tokens of a reply, as they are read."""
 
-    async def run(self) -> None:
-        replies = [self.rng.randint(64, 256) for _ in range(self.per_second * self.seconds)]
+    async def run(self, per_second: int) -> None:
+        """Prints the rate between the first fifth of the time and the last arrival, and its share of the steady rate of
+        as many replies as ran meanwhile."""
+        replies = [self.rng.randint(64, 256) for _ in range(per_second * self.seconds)]
         starts, at = [], 0.0
         for _ in replies:
-            at += self.rng.expovariate(self.per_second)
+            at += self.rng.expovariate(per_second)
             starts.append(at)
         await asyncio.gather(*(self._one(0, 16) for _ in range(4)))  # warm-up
-        self.first_tokens.clear()
-        began, self.most = time.perf_counter(), 0
-        await asyncio.gather(*(self._one(start, tokens) for start, tokens in zip(starts, replies, strict=True)))
+        self.first_tokens, self.times, self.gaps = [], [], []
+        began = time.perf_counter()
+        running: list[int] = []
+        counting = asyncio.create_task(self._count_running(running))
+        with Pauses(self.engine) as pauses:
+            await asyncio.gather(*(self._one(start, tokens) for start, tokens in zip(starts, replies, strict=True)))
+        counting.cancel()
         took = time.perf_counter() - began
-        waits = sorted(self.first_tokens)
-        median, late = waits[len(waits) // 2], waits[int(len(waits) * 0.99)]
+        since, until = began + starts[-1] / 5, began + starts[-1]
+        rate = sum(since <= at <= until for at in self.times) / (until - since)
+        mean = sum(running) / max(1, len(running))
+        waits, gaps = sorted(self.first_tokens), sorted(self.gaps)
         print(
-            f"{self.name:11} {len(replies)} requests, {self.per_second} a second, at most {self.most} at once:"
-            f" {sum(replies) / took:8.1f} tokens/s over {took:.1f} s, asked for {sum(replies) / starts[-1]:.0f};"
-            f" first token {median * 1e3:.0f} ms, 99% {late * 1e3:.0f} ms; {self.engine.info.steps}",
+            f"{self.name:11} {len(replies)} requests, {per_second} a second: {rate:8.1f} tokens/s of"
+            f" {sum(replies) / starts[-1]:.0f} asked for, {sum(replies) / took:8.1f} with the end over {took:.1f} s,"
+            f" {mean:.1f} replies at once; first token {_percentile(waits, 0.5):.0f} ms, 99%"
+            f" {_percentile(waits, 0.99):.0f} ms, gap 50% {_percentile(gaps, 0.5):.1f} ms, 99%"
+            f" {_percentile(gaps, 0.99):.1f} ms; {pauses}; {self.engine.info.steps}",
             flush=True,
         )
-        await self.engine.close()
+        steady = await self._steady(max(1, round(mean)))
+        print(
+            f"{'':11} steady with {round(mean)} replies: {steady:8.1f}; with arrivals {rate / steady:.1%}", flush=True
+        )
+
+    async def _count_running(self, counts: list[int]) -> None:
+        await asyncio.sleep(self.seconds / 5)
+        for _ in range(int(self.seconds * 0.8 / 0.02)):
+            counts.append(self.engine.statistics.running)
+            await asyncio.sleep(0.02)
+
+    async def _steady(self, replies: int) -> float:
+        """Tokens a second of so many replies to such prompts, which are in the cache."""
+        prompts = [self._prompt() for _ in range(replies)]
+        sampling = replace(SAMPLINGS["stored turn"], max_tokens=256)
+        await asyncio.gather(*(generate_ids(self.engine, p, replace(sampling, max_tokens=8)) for p in prompts))
+        began = time.perf_counter()
+        await asyncio.gather(*(generate_ids(self.engine, prompt, sampling) for prompt in prompts))
+        return replies * 256 / (time.perf_counter() - began)
+
+    def _prompt(self) -> Prompt:
+        return Prompt(tuple(self.rng.randrange(1, self.size) for _ in range(self.length)))
 
     async def _one(self, start: float, tokens: int) -> None:
+        prompt = self._prompt()
         await asyncio.sleep(start)
-        prompt = Prompt(tuple(self.rng.randrange(1, self.size) for _ in range(self.length)))
-        self.running += 1
-        self.most = max(self.most, self.running)
-        began, count = time.perf_counter(), 0
+        last = began = time.perf_counter()
+        count = 0
         async with self.engine.generate(prompt, replace(SAMPLINGS["stored turn"], max_tokens=tokens)) as outputs:
             async for output in outputs:
-                count += isinstance(output, Step)
-                if count == 1 and isinstance(output, Step):
-                    self.first_tokens.append(time.perf_counter() - began)
-        self.running -= 1
+                if isinstance(output, Step):
+                    now = time.perf_counter()
+                    (self.gaps if count else self.first_tokens).append(now - last if count else now - began)
+                    self.times.append(now)
+                    last = now
+                    count += 1
         assert count == tokens
+
+
+def _percentile(values: list[float], share: float) -> float:
+    """In milliseconds."""
+    return values[min(len(values) - 1, int(len(values) * share))] * 1e3 if values else 0.0
 
 
 class Bits:
@@ -328,7 +512,7 @@ class Bits:
     continued with nothing cached, and with other chunk sizes."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
-        shape = TINY if arguments.tiny else SHAPES["Qwen3-0.6B"]
+        shape = next(iter(arguments.shapes.values()))
         self.size = 512 if arguments.tiny else 151936
         model = random_model(shape, arguments.device, self.size)
         self.limits = (SchedulerLimits(chunk_tokens=1024), SchedulerLimits(chunk_tokens=200))
@@ -384,10 +568,11 @@ class Bits:
 async def speed(arguments: argparse.Namespace) -> None:
     limit = bandwidth(arguments.device)
     print(f"memory read: {limit / 1e12:.2f} TB/s")
-    shapes = {"tiny": TINY} if arguments.tiny else SHAPES
-    for name, shape in shapes.items():
+    for name, shape in arguments.shapes.items():
         test = Speed(name, shape, arguments, limit)
         for batch, context in SAMPLING_LOADS if arguments.sampling else LOADS:
+            if arguments.batch not in (None, batch):
+                continue
             small = arguments.tiny
             await test.run(min(batch, 4) if small else batch, context // 16 if small else context, arguments.tokens)
         cache = test.engine.statistics.cache
@@ -401,11 +586,15 @@ async def speed(arguments: argparse.Namespace) -> None:
 async def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--identity", action="store_true")
+    parser.add_argument("--kernels", action="store_true")
     parser.add_argument("--speed", action="store_true")
     parser.add_argument("--sampling", action="store_true")
     parser.add_argument("--arrivals", action="store_true")
     parser.add_argument("--bits", type=int, default=0, metavar="CYCLES")
     parser.add_argument("--exact", action="store_true")
+    parser.add_argument("--shape", choices=SHAPES, help="only this one")
+    parser.add_argument("--batch", type=int, help="only this number of streams")
+    parser.add_argument("--rates", type=int, nargs="*", default=[25, 40], help="arrivals a second")
     parser.add_argument("--library", action="store_true", help="the library's model code instead of the fused decoder")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tokens", type=int, default=256)
@@ -413,14 +602,29 @@ async def main() -> int:
     arguments = parser.parse_args()
     if arguments.device == "cpu":
         torch.set_num_threads(1)
+    shapes = {"tiny": TINY} if arguments.tiny else SHAPES
+    chosen_shapes = (arguments.shape,) if arguments.shape else ("tiny", *DEFAULT_SHAPES)
+    arguments.shapes = {name: shape for name, shape in shapes.items() if name in chosen_shapes}
     print(f"torch {torch.__version__}, transformers {transformers.__version__}, {arguments.device}", flush=True)
-    chosen = arguments.identity or arguments.speed or arguments.sampling or arguments.arrivals or arguments.bits
-    failures = await identity(arguments.device) if arguments.identity or not chosen else 0
+    chosen = (
+        arguments.identity
+        or arguments.kernels
+        or arguments.speed
+        or arguments.sampling
+        or arguments.arrivals
+        or arguments.bits
+    )
+    failures = await identity(arguments.device, False) if arguments.identity or not chosen else 0
+    if arguments.kernels:
+        failures += await identity(arguments.device, True)
     if arguments.speed or arguments.sampling or not chosen:
         await speed(arguments)
     if arguments.arrivals:
-        for name, shape in ({"tiny": TINY} if arguments.tiny else SHAPES).items():
-            await Arrivals(name, shape, arguments).run()
+        for name, shape in arguments.shapes.items():
+            arrivals = Arrivals(name, shape, arguments)
+            for per_second in (4,) if arguments.tiny else arguments.rates:
+                await arrivals.run(per_second)
+            await arrivals.engine.close()
     if arguments.bits:
         failures += await Bits(arguments).run()
     return min(failures, 1)

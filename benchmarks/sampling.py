@@ -11,8 +11,8 @@ import time
 
 import numpy as np
 
-from palaver.engines.core.generation import ReplyState
-from palaver.engines.core.processor import LogitsProcessor
+from palaver.engines.core.logits_processor import LogitsProcessor
+from palaver.engines.core.reply_state import ReplyState
 from palaver.engines.core.sampler import HostLogits
 from palaver.generation import Prompt
 from palaver.sampling import Sampling

@@ -183,3 +183,18 @@ def test_the_default_dtype_of_the_process_does_not_matter() -> None:
     finally:
         torch.set_default_dtype(before)
     check(layout, [(MIN_WORKSPACE_KEYS + 100, 2)], 4, AttentionParams(0.25, workspace=workspace))
+
+
+def test_the_window_of_a_mask() -> None:
+    def last_24(_: Tensor, __: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return query - key < 24
+
+    def chunks_of_24(_: Tensor, __: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return query // 24 == key // 24
+
+    cpu = torch.device("cpu")
+    assert MaskRule().window(100, cpu) is None
+    assert MaskRule(last_24).window(100, cpu) == 24
+    assert MaskRule(last_24).window(20, cpu) is None
+    with pytest.raises(ValueError, match="no windows"):
+        MaskRule(chunks_of_24).window(100, cpu)

@@ -1,25 +1,29 @@
-"""The kernels of a decode step give the logits of torch's operations, and sample what the host samples. Without a GPU
-they run in Triton's interpreter; what holds on a GPU alone is skipped there."""
+"""The kernels of a decode step give the logits of torch's operations and of the library, and sample what the host
+samples. Without a GPU they run in Triton's interpreter; what holds on a GPU alone is skipped there."""
 
 from __future__ import annotations
 
-import os
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-if DEVICE.type == "cpu":
-    os.environ["TRITON_INTERPRET"] = "1"  # read as Triton is imported
 pytest.importorskip("triton", reason="Triton is not installed: the kernels of CUDA steps are not tested")
 
 from palaver.engines.core.kv_cache import Slot, SlotAllocator  # noqa: E402
-from palaver.engines.core.processor import UniformStream, uniform  # noqa: E402
-from palaver.engines.torch import device_filters  # noqa: E402
+from palaver.engines.core.rng import UniformStream, uniform  # noqa: E402
+from palaver.engines.core.runner import UnsupportedModel  # noqa: E402
+from palaver.engines.torch import device_filters, mxfp4, sampling_kernels  # noqa: E402
 from palaver.engines.torch.batch import build_batch, sequence_chunk  # noqa: E402
-from palaver.engines.torch.cuda_step import DecoderStep, StepRow  # noqa: E402
+from palaver.engines.torch.cuda_step import MIN_PROMPT_TOKENS, DecoderStep, MixedCosts, StepRow  # noqa: E402
 from palaver.engines.torch.devices import TensorLayout, TensorMemory  # noqa: E402
+from palaver.engines.torch.library_decoder import LibraryDecoder, kv_layout  # noqa: E402
 from palaver.engines.torch.plain_decoder import FusedDecoder, PlainDecoder  # noqa: E402
+from palaver.engines.torch.step_modules import read_step_model  # noqa: E402
+from palaver.engines.torch.step_runner import StepProbe  # noqa: E402
+from palaver.engines.torch.step_weights import NO_WINDOW, Experts, StepModel  # noqa: E402
 from palaver.sampling import Sampling  # noqa: E402
 
 transformers = pytest.importorskip("transformers")
@@ -31,6 +35,19 @@ IDS = [(i * i * 7 + i * 13 + 5) % 128 for i in range(LENGTH)]
 ON_GPU = pytest.mark.skipif(
     DEVICE.type == "cpu", reason="needs a GPU: the interpreter's products round by their shapes"
 )
+
+
+@pytest.fixture
+def greedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps take the likeliest tokens without the sampler's kernels, which take the interpreter many seconds a row."""
+
+    def sample_rows(logits: torch.Tensor, scores: torch.Tensor, settings: torch.Tensor) -> torch.Tensor:
+        results = torch.zeros(len(logits), device_filters.WIDTH, dtype=torch.float64, device=logits.device)
+        results[:, device_filters.TOKEN] = logits.argmax(1)
+        return results
+
+    if DEVICE.type == "cpu":
+        monkeypatch.setattr(sampling_kernels, "sample_rows", sample_rows)
 
 
 def decoder_parts(dtype: torch.dtype = torch.float32) -> PlainDecoder:
@@ -57,15 +74,79 @@ def decoder_parts(dtype: torch.dtype = torch.float32) -> PlainDecoder:
     return parts
 
 
+SMALL: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "vocab_size": 128,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+    "pad_token_id": None,
+    "eos_token_id": None,
+}
+KINDS = ["sliding_attention", "full_attention"]
+EXPERTS: dict[str, Any] = {"num_experts_per_tok": 3, "moe_intermediate_size": 64}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mistral": ("MistralConfig", {"sliding_window": 40}),
+    "gemma2": ("Gemma2Config", {"sliding_window": 40, "layer_types": KINDS, "query_pre_attn_scalar": 16}),
+    "gemma3": ("Gemma3TextConfig", {"sliding_window": 40, "layer_types": KINDS, "query_pre_attn_scalar": 16}),
+    "gpt_oss": (
+        "GptOssConfig",
+        {"sliding_window": 40, "layer_types": KINDS, "num_local_experts": 5, "num_experts_per_tok": 2},
+    ),
+    "gpt_oss_mxfp4": ("GptOssConfig", {"num_local_experts": 5, "num_experts_per_tok": 2, "hidden_size": 192}),
+    "qwen3_moe": ("Qwen3MoeConfig", {**EXPERTS, "num_experts": 6, "norm_topk_prob": False}),
+    "mixed_moe": ("Qwen3MoeConfig", {**EXPERTS, "num_experts": 6, "norm_topk_prob": True, "mlp_only_layers": [0]}),
+    "phi3": ("Phi3Config", {"sliding_window": 40, "rope_scaling": None}),
+    "odd_vocabulary": ("MistralConfig", {"sliding_window": None, "vocab_size": 131}),
+}
+
+
+def library_model(name: str, dtype: torch.dtype) -> Any:
+    torch.manual_seed(1)
+    kind, special = MODELS[name]
+    config = getattr(transformers, kind)(**SMALL | special)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval().to(DEVICE)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0 if parameter.dim() > 1 else 0.5, 0.3 if parameter.dim() > 1 else 0.1)
+        if name.endswith("mxfp4"):
+            for layer in model.model.layers:
+                for weight in (layer.mlp.experts.gate_up_proj, layer.mlp.experts.down_proj):
+                    weight.copy_(random_fp4(weight.shape))
+    return model
+
+
+def random_fp4(shape: torch.Size) -> torch.Tensor:
+    """[experts, inputs, outputs]: numbers of four bits, with an exponent for each 32 inputs."""
+    numbers = torch.tensor([sign * size for size in mxfp4.MAGNITUDES for sign in (1, -1)])[torch.randint(16, shape)]
+    exponents = torch.randint(-6, -2, (shape[0], shape[1] // 32, 1, shape[2]))
+    return torch.ldexp(numbers.view(shape[0], -1, 32, shape[2]), exponents).view(shape)
+
+
 class Case:
     """A step and the slots it computes in."""
 
-    def __init__(self, exact: bool, dtype: torch.dtype = torch.float32) -> None:
-        parts = decoder_parts(dtype)
-        layout = TensorLayout((((1, 32), (1, 32)),), TensorMemory(dtype, DEVICE))
-        self.decoder = FusedDecoder(parts)
-        self.step = DecoderStep(parts, exact, None, 4, pdl=False)
-        self.slots = SlotAllocator(layout, 1 << 24)
+    def __init__(self, exact: bool, dtype: torch.dtype = torch.float32, name: str | None = None) -> None:
+        """`name`: of a model of the library; None: a plain decoder."""
+        self.decoder: Any
+        if name is None:
+            parts = decoder_parts(dtype)
+            self.layout = TensorLayout((((1, 32), (1, 32)),), TensorMemory(dtype, DEVICE))
+            self.decoder = FusedDecoder(parts)
+            self.model = StepModel.of(parts)
+        else:
+            library = library_model(name, dtype)
+            self.layout = kv_layout(library, torch.tensor(IDS[:4], device=DEVICE))
+            self.decoder = LibraryDecoder(library)
+            self.decoder.attach()
+            self.model = read_step_model(library, library.model, self.decoder, self.layout, IDS[:48], 256)
+        pdl = DEVICE.type == "cuda" and torch.cuda.get_device_capability() >= (9, 0)
+        self.step = DecoderStep(self.model, exact, None, 4, pdl=pdl)
+        self.slots = SlotAllocator(self.layout, 1 << 24)
 
     def torch_logits(self, length: int) -> tuple[Slot[torch.Tensor], torch.Tensor]:
         """A slot with all but the last of so many tokens, and the logits after the last one."""
@@ -81,12 +162,103 @@ class Case:
         return self.step.run(rows)[0].clone()
 
 
+@pytest.mark.usefixtures("greedy")
 @torch.inference_mode()
 @pytest.mark.parametrize("exact", [True, False])
 def test_the_logits_of_torch_operations(exact: bool) -> None:
     case = Case(exact)
     slot, expected = case.torch_logits(LENGTH)
     assert torch.allclose(case.decode((slot, LENGTH))[0], expected, atol=1e-4)
+
+
+@pytest.mark.usefixtures("greedy")
+@torch.inference_mode()
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_logits_of_the_librarys_models(name: str, exact: bool) -> None:
+    """One sequence alone, then beside another."""
+    case = Case(exact, name=name)
+    long, expected = case.torch_logits(LENGTH)
+    scale = float(expected.abs().max())
+    assert torch.allclose(case.decode((long, LENGTH))[0], expected, atol=1e-4 * scale)
+    short, expected_short = case.torch_logits(4)
+    logits = case.decode((short, 4), (long, LENGTH))
+    assert torch.allclose(logits[0], expected_short, atol=1e-4 * scale)
+    assert torch.allclose(logits[1], expected, atol=1e-4 * scale)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("name", MODELS)
+def test_a_prompt_of_the_librarys_models_in_chunks(name: str) -> None:
+    case = Case(True, name=name)
+    _, expected = case.torch_logits(LENGTH)
+    slot, other = (case.slots.allocate(LENGTH + 1) for _ in range(2))
+    case.step.prefill([sequence_chunk(slot, 0, IDS[:13]), sequence_chunk(other, 0, IDS[:5])])
+    case.step.prefill([sequence_chunk(slot, 13, IDS[13 : LENGTH - 1])])
+    assert torch.allclose(case.decode((slot, LENGTH))[0], expected, atol=1e-4 * float(expected.abs().max()))
+
+
+@torch.inference_mode()
+def test_what_is_read_of_the_librarys_models() -> None:
+    gemma, oss = (Case(True, name=name).model for name in ("gemma3", "gpt_oss"))
+    assert [layer.attention.window for layer in gemma.layers] == [40, NO_WINDOW]
+    assert [layer.attention.rotary for layer in gemma.layers] == [1, 0]
+    assert gemma.embedding_scale == 8.0
+    assert all(layer.attention.sinks is not None for layer in oss.layers)
+    assert oss.experts is not None
+    assert oss.activation == "clamped_swiglu"
+    assert not oss.experts.narrow
+    narrow = Case(True, name="gpt_oss_mxfp4").model.experts
+    assert narrow is not None
+    assert narrow.gate_up.exponents is not None
+    assert narrow.down.exponents is not None
+    mixed = Case(True, name="mixed_moe").model
+    assert [isinstance(layer.feed_forward, Experts) for layer in mixed.layers] == [False, True]
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("biased", [True, False])
+def test_a_model_with_another_router_is_refused(biased: bool) -> None:
+    library = library_model("qwen3_moe", torch.float32)
+    router = library.model.layers[1].mlp.gate
+
+    def choose_by_bias(logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        chosen = (logits + torch.arange(6, device=DEVICE)).topk(3).indices
+        return logits, logits.softmax(1).gather(1, chosen), chosen
+
+    def weigh_by_sigmoid(logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        best = logits.sigmoid().topk(3)
+        return logits, best.values, best.indices
+
+    route = choose_by_bias if biased else weigh_by_sigmoid
+    router.forward = lambda x: route(x.reshape(-1, 64) @ router.weight.t())
+    layout = kv_layout(library, torch.tensor(IDS[:4], device=DEVICE))
+    decoder = LibraryDecoder(library)
+    decoder.attach()
+    with pytest.raises(UnsupportedModel, match="another router"):
+        read_step_model(library, library.model, decoder, layout, IDS[:48], 256)
+
+
+@pytest.mark.usefixtures("greedy")
+@torch.inference_mode()
+def test_the_probe_finds_wrong_passes_of_each_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(exact=False)
+    probe = StepProbe(case.step, case.layout, IDS)
+    probe.compare(case.decoder)
+    run, prefill = case.step.run, case.step.prefill
+
+    def wrong_beside_prompts(rows: Any, sources: Any = None, prompts: Any = ()) -> Any:
+        logits, results = run(rows, sources, prompts)
+        return (logits.flip(1) if prompts else logits), results
+
+    def wrong_prompts(chunks: Any) -> None:
+        prefill([replace(chunk, ids=chunk.ids[::-1]) for chunk in chunks])
+
+    for name, wrong, right in ("run", wrong_beside_prompts, run), ("prefill", wrong_prompts, prefill):
+        monkeypatch.setattr(case.step, name, wrong)
+        with pytest.raises(UnsupportedModel):
+            probe.compare(case.decoder)
+        monkeypatch.setattr(case.step, name, right)
 
 
 @torch.inference_mode()
@@ -99,6 +271,7 @@ def test_rows_of_different_lengths() -> None:
     assert torch.allclose(logits[1], expected_long, atol=1e-4)
 
 
+@pytest.mark.usefixtures("greedy")
 @torch.inference_mode()
 def test_a_prompt_in_chunks() -> None:
     case = Case(True)
@@ -109,17 +282,80 @@ def test_a_prompt_in_chunks() -> None:
     assert torch.allclose(case.decode((slot, LENGTH))[0], expected, atol=1e-4)
 
 
+@pytest.mark.usefixtures("greedy")
 @torch.inference_mode()
 def test_a_step_leaves_its_tokens_for_the_next_one() -> None:
     case = Case(False)
     slot, _ = case.torch_logits(4)
     logits = case.decode((slot, 4))
     token = int(logits[0].argmax())
-    assert int(case.step.tokens[0]) == token
     chunk = sequence_chunk(slot, 4, (0,))  # the host doesn't know the token
-    ahead = case.step.run([StepRow(chunk, GREEDY, 5, 3)], case.step.tokens)[0][0].clone()
+    ahead = case.step.run([StepRow(chunk, GREEDY, 5, 3)], [0])[0][0].clone()
     known = sequence_chunk(slot, 4, (token,))
     assert torch.equal(ahead, case.step.run([StepRow(known, GREEDY, 5, 3)])[0][0])
+
+
+@pytest.mark.usefixtures("greedy")
+@torch.inference_mode()
+def test_rows_take_the_tokens_of_other_rows() -> None:
+    case = Case(False)
+    slots = [case.torch_logits(length)[0] for length in (4, 9, 20)]
+    tokens = case.decode(*zip(slots, (4, 9, 20), strict=True)).argmax(1).tolist()
+    rows = [StepRow(sequence_chunk(slots[i], n, (0,)), GREEDY, 5, 3) for i, n in ((2, 20), (1, 9))]
+    ahead = case.step.run(rows, [2, 1])[0].clone()  # the first row has left
+    known = [StepRow(sequence_chunk(slots[i], n, (tokens[i],)), GREEDY, 5, 3) for i, n in ((2, 20), (1, 9))]
+    assert torch.equal(ahead, case.step.run(known)[0])
+
+
+@pytest.mark.usefixtures("greedy")
+@torch.inference_mode()
+@pytest.mark.parametrize("name", [None, "gemma3", "gpt_oss_mxfp4", "mixed_moe"])
+def test_prompts_beside_rows(name: str | None) -> None:
+    """One pass computes the next token of a reply, the end of one prompt with its last token, and parts of others."""
+    case = Case(True, name=name)
+    reply, expected_reply = case.torch_logits(40)
+    _, expected = case.torch_logits(LENGTH)
+    error = 1e-4 * max(1.0, float(expected.abs().max()))
+    (ends, _), (goes_on, _), begins = case.torch_logits(66), case.torch_logits(61), case.slots.allocate(LENGTH + 1)
+    last = [(reply, 40), (ends, LENGTH)]
+    rows = [StepRow(sequence_chunk(slot, n - 1, IDS[n - 1 : n]), GREEDY, 5, 3) for slot, n in last]
+    chunks = [
+        sequence_chunk(ends, 65, IDS[65 : LENGTH - 1]),
+        sequence_chunk(begins, 0, IDS[:5]),
+        sequence_chunk(goes_on, 60, IDS[60 : LENGTH - 1]),
+    ]
+    logits = case.step.run(rows, prompts=chunks)[0].clone()
+    assert torch.allclose(logits[0], expected_reply, atol=error)
+    assert torch.allclose(logits[1], expected, atol=error)
+    logits = case.decode((begins, 6), (goes_on, LENGTH))
+    assert torch.allclose(logits[0], case.torch_logits(6)[1], atol=error)
+    assert torch.allclose(logits[1], expected, atol=error)
+
+
+@pytest.mark.usefixtures("greedy")
+@torch.inference_mode()
+def test_rows_that_follow_each_other_in_one_text() -> None:
+    """Drafts are verified: rows across a tile of attention, beside another text."""
+    case = Case(True)
+    drafted, _ = case.torch_logits(63)
+    other, expected_other = case.torch_logits(9)
+    expected = [case.torch_logits(length)[1] for length in range(63, 66)]
+    ends = [*((drafted, length) for length in range(63, 66)), (other, 9)]
+    rows = [StepRow(sequence_chunk(slot, n - 1, IDS[n - 1 : n]), GREEDY, 5, 3) for slot, n in ends]
+    logits = case.step.verify(rows)[0]
+    for found, wanted in zip(logits, [*expected, expected_other], strict=True):
+        assert torch.allclose(found, wanted, atol=1e-4)
+
+
+@pytest.mark.usefixtures("greedy")
+@torch.inference_mode()
+def test_a_repeated_step() -> None:
+    case = Case(False)
+    slot, _ = case.torch_logits(4)
+    token = int(case.decode((slot, 4))[0].argmax())
+    repeated = case.step.repeat()[0][0].clone()
+    known = StepRow(sequence_chunk(slot, 4, (token,)), GREEDY, 5, 3)
+    assert torch.equal(repeated, case.step.run([known])[0][0])
 
 
 @torch.inference_mode()
@@ -138,8 +374,9 @@ def test_random_numbers_are_those_of_the_host() -> None:
 
 @ON_GPU
 @torch.inference_mode()
-def test_bits_depend_on_the_text_alone() -> None:
-    case = Case(True, torch.bfloat16)
+@pytest.mark.parametrize("name", [None, *MODELS])
+def test_bits_depend_on_the_text_alone(name: str | None) -> None:
+    case = Case(True, torch.bfloat16, name)
     whole, cut, other = (case.slots.allocate(LENGTH + 1) for _ in range(3))
     case.step.prefill([sequence_chunk(whole, 0, IDS[: LENGTH - 1]), sequence_chunk(other, 0, IDS[:9])])
     case.step.prefill([sequence_chunk(cut, 0, IDS[:13])])
@@ -147,3 +384,19 @@ def test_bits_depend_on_the_text_alone() -> None:
         case.decode((cut, end))
     alone = case.decode((whole, LENGTH))[0]
     assert torch.equal(case.decode((other, 10), (cut, LENGTH))[1], alone)
+    mixed = case.slots.allocate(LENGTH + 1)
+    case.step.prefill([sequence_chunk(mixed, 0, IDS[:50])])
+    rows = [
+        StepRow(sequence_chunk(slot, n - 1, IDS[n - 1 : n]), GREEDY, 5, 3) for slot, n in ((other, 11), (mixed, LENGTH))
+    ]
+    assert torch.equal(case.step.run(rows, prompts=[sequence_chunk(mixed, 50, IDS[50 : LENGTH - 1])])[0][1], alone)
+
+
+def test_prompts_take_as_many_tokens_as_their_time_allows() -> None:
+    costs = MixedCosts(step=0.006, mixed={128: 0.0085, 512: 0.0148, 1024: 0.025}, pair=1e-9)
+    assert costs.prompt_tokens(0, 0.01, 32) == 480
+    assert costs.prompt_tokens(0, 0.02, 32) == 992
+    assert costs.prompt_tokens(0, 0.003, 32) == 96
+    assert costs.prompt_tokens(0, 0.001, 32) == MIN_PROMPT_TOKENS
+    assert 96 < costs.prompt_tokens(10_000, 0.01, 32) <= 120  # 1.2 of the 10 ms are left for attention
+    assert costs.prompt_tokens(1_000_000, 0.01, 32) == MIN_PROMPT_TOKENS

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from palaver.engines.core.generation import ReplyState
-from palaver.engines.core.processor import LogitsProcessor
+from palaver.engines.core.logits_processor import LogitsProcessor
+from palaver.engines.core.reply_state import ReplyState
 from palaver.engines.core.sampler import HostLogits
 from palaver.engines.torch.device_filters import DECIDED, NONE_LEFT, sample_rows
 from palaver.generation import Prompt, Step

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
 import pytest
@@ -11,12 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-if DEVICE == "cpu":
-    os.environ["TRITON_INTERPRET"] = "1"  # read as Triton is imported
 pytest.importorskip("triton", reason="Triton is not installed: the sampling kernels are not tested")
 
-from palaver.engines.core.generation import PendingStep, ReplyState  # noqa: E402
-from palaver.engines.core.processor import LogitsProcessor  # noqa: E402
+from palaver.engines.core.generation import PendingStep  # noqa: E402
+from palaver.engines.core.logits_processor import LogitsProcessor  # noqa: E402
+from palaver.engines.core.reply_state import ReplyState  # noqa: E402
 from palaver.engines.core.sampler import HostLogits  # noqa: E402
 from palaver.engines.torch import sampling_kernels as kernels  # noqa: E402
 from palaver.engines.torch.device_changes import DeviceChanges  # noqa: E402

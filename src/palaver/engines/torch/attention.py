@@ -94,6 +94,20 @@ class MaskRule:
             visible = visible & self._mask_function(zero, zero, queries, keys)
         return visible
 
+    def window(self, length: int, device: torch.device) -> int | None:
+        """How many tokens a token of a text of this length sees, itself included; None where it sees all before it.
+        Raises ValueError where that isn't a fixed number of the last ones."""
+        if self.causal:
+            return None
+        keys = torch.arange(length, device=device)[None, None, None]
+        ends = (length - 1, length - 2, length // 2)
+        seen = [self._sees(torch.full((1, 1, 1, 1), end, device=device), keys).flatten() for end in ends]
+        counts = [int(one.sum()) for one in seen]
+        for end, one, count in zip(ends, seen, counts, strict=True):
+            if count != min(counts[0], end + 1) or not bool(one[end + 1 - count : end + 1].all()):
+                raise ValueError("its masks are no windows")
+        return None if counts[0] == length else counts[0]
+
     def visible(self, length: int, device: torch.device) -> Tensor:
         """Which of so many tokens see which others by the model's own rule, later ones too: [tokens, tokens]."""
         places = torch.arange(length, device=device)
@@ -186,7 +200,7 @@ class PrefillSpan(AttentionSpan):
 @dataclass(eq=False, slots=True)
 class BlockSpan(AttentionSpan):
     """Tokens of one sequence within an aligned block of positions (`ExactPasses`). The call has the shape of the whole
-    block, whichever of its tokens are computed."""
+    block, also if only some of its tokens are computed."""
 
     slot: Slot[Tensor]
     start: int

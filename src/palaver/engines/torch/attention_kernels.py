@@ -21,7 +21,7 @@ SAFE_SUMS = (1e-20, 1e20)
 
 
 class ScoreWorkspace:
-    """Memory for the scores of a few queries over a long text, reused by all layers: allocating it anew in each would
+    """Memory for the scores of a few queries over a long text, reused by all layers: allocating it again in each would
     take longer than filling it."""
 
     def __init__(self) -> None:

@@ -1,5 +1,5 @@
-"""The passes of a plain decoder on CUDA, by the kernels of `step_kernels.py`: a step computes the next token of every
-row and samples it.
+"""The passes of a decoder on CUDA, by the kernels of `step_kernels.py` and `expert_kernels.py`: a step computes the
+next token of every row and samples it. A mixed step also computes chunks of prompts, in the same pass over the weights.
 
 A step is captured as a CUDA graph for each of a few numbers of rows. The graph reads which rows it has from device
 tensors, so it serves any mix of sequences, wherever their slots are: joins and leaves are one small copy. A step leaves
@@ -7,42 +7,48 @@ the sampled tokens on the device, where the next one finds them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import methodcaller
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from palaver.engines.torch import sampling_kernels, step_kernels
+from palaver.engines.torch import expert_kernels, sampling_kernels, step_kernels
 from palaver.engines.torch.batch import SequenceChunk
 from palaver.engines.torch.cuda_graphs import Capture
 from palaver.engines.torch.device_changes import to_device
-from palaver.engines.torch.plain_decoder import PlainDecoder
 from palaver.engines.torch.step_weights import (
     ROWS,
-    HeadShape,
+    ExpertProjection,
+    Experts,
+    FeedForward,
     StepLayer,
+    StepModel,
     TiledProjection,
     TileShape,
-    check_norms,
-    rotary_tables,
 )
 from palaver.sampling import Sampling
 
+MIXED_ROWS = (128, 256, 512, 1024)
+"""Numbers of rows of mixed steps with a graph: first all rows of a step, used or not, then those of prompts."""
+MIN_PROMPT_TOKENS = 64
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
 """Numbers of rows with a graph; the rest of a graph's rows are padding."""
-PREFILL_ROWS = 64
-"""Queries of all heads that one program of a prefill attends for."""
 PROGRAMS = ((4, 32), (16, 16), (0, 8))
 """Up to how many rows so many programs share the attention of a row and a KV head."""
-FIRST_CAPACITY = 4096
+FIRST_CAPACITY = 16384
 """Tokens of the longest sequence that the buffers have room for at first."""
-FIELDS = ("token", "position", "rotary", "base", "member", "head", "state", "start", "live")
+MEASURED_START = 4096
+"""The position at which a prompt is timed to find out what attention costs."""
+FIELDS = ("token", "position", "rotary", "base", "member", "head", "state", "start", "live", "block", "queries")
 """What a step reads of each row: its token, the token's position and rotary position; the address of its keys in layer
 0 and the distances between layers and heads there; the state of its random numbers and where its reply starts; 1, or 0
-for padding."""
+for padding. The last two belong to no row: they list the blocks of prompts that attention is computed for, each with
+its first row, counted from the first one of a prompt, and its number of rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,17 +72,71 @@ class StepRow:
         return (1 / sampling.temperature, top_k, sampling.top_p, sampling.min_p, 0, -1)
 
 
+@dataclass(frozen=True, slots=True)
+class MixedCosts:
+    """How long steps take on this device, for a device whose clock can be read."""
+
+    step: float
+    """The seconds of a step with all rows, without prompts."""
+    mixed: dict[int, float]
+    """The seconds of mixed steps by their number of rows, all of them at the start of their texts."""
+    pair: float
+    """The seconds that each pair of a token of a prompt and a token before it takes more."""
+
+    def prompt_tokens(self, start: int, seconds: float, max_rows: int) -> int:
+        """How many tokens of a prompt, of which so many are computed, a step may take if it may last so much longer.
+        At least MIN_PROMPT_TOKENS, so that prompts are computed at all."""
+        found = MIN_PROMPT_TOKENS
+        for rows, mixed in self.mixed.items():
+            left = seconds - (mixed - self.step)
+            tokens = min(rows - max_rows, int(left / max(self.pair * start, 1e-12)))
+            found = max(found, tokens if left > 0 else 0)
+        return found
+
+
+class ExpertBuffers:
+    """What the experts of a layer read and write in a pass over so many rows."""
+
+    def __init__(self, experts: Experts, rows: int, like: Tensor) -> None:
+        pairs, device = rows * experts.top_k, like.device
+        self.capacity = rows
+        """Pairs that an expert's list has room for."""
+        self.logits = torch.zeros(rows, experts.router.outputs, device=device)
+        self.chosen = torch.zeros(pairs, dtype=torch.int32, device=device)
+        self.weights = torch.zeros(pairs, device=device)
+        self.counts = torch.zeros(2 * step_kernels.next_power(experts.count + 1), dtype=torch.int32, device=device)
+        self.members = torch.zeros(experts.count * rows, dtype=torch.int32, device=device)
+        self.gated = like.new_zeros(pairs, experts.gate_up.outputs)
+        self.parts = torch.zeros(pairs, experts.down.outputs, device=device)
+
+
 class StepBuffers:
     """What a pass over so many rows reads and writes besides the cache."""
 
-    def __init__(self, step: DecoderStep, rows: int, tile_of: Callable[[TiledProjection], TileShape]) -> None:
-        like, last = step.embedding, step.layers[-1]
+    def __init__(
+        self,
+        model: StepModel,
+        rows: int,
+        tile_of: Callable[[TiledProjection], TileShape],
+        shared: StepBuffers | None = None,
+    ) -> None:
+        """`shared`: of more rows, the first of which these are, too."""
+        like, last = model.embedding, model.layers[-1]
         size = like.shape[1]
-        self.hidden, self.scaled = like.new_empty(rows, size), like.new_empty(rows, size)
-        self.qkv = like.new_empty(rows, last.qkv.outputs)
-        self.attended = like.new_empty(rows, last.output.inputs)
-        self.gated = like.new_empty(rows, last.gate_up.outputs)
-        parts = [projection.outputs // tile_of(projection).outputs for projection in (last.output, last.down)]
+        normed = any(layer.output_gain is not None or layer.result_gain is not None for layer in model.layers)
+        dense = [layer.feed_forward for layer in model.layers if isinstance(layer.feed_forward, FeedForward)]
+        gated = dense[0].gate_up.outputs if dense else 0
+        sizes = (size, size, last.qkv.outputs, last.output.inputs, gated, size if normed else 0)
+        all_rows = [like.new_zeros(rows, size) for size in sizes] if shared is None else shared.tensors
+        self.tensors: list[Tensor] = [tensor[:rows] for tensor in all_rows]
+        self.hidden, self.scaled, self.qkv, self.attended, self.gated, self.result = self.tensors
+        self.experts: ExpertBuffers | None = None
+        if shared is not None:
+            self.experts = shared.experts
+        elif model.experts is not None:
+            self.experts = ExpertBuffers(model.experts, rows, like)
+        down = dense[0].down if dense else last.output
+        parts = [projection.outputs // tile_of(projection).outputs for projection in (last.output, down)]
         squares = torch.zeros(rows * sum(parts), dtype=torch.float64, device=like.device)
         self.output_squares = squares[: rows * parts[0]].view(rows, parts[0])
         self.down_squares = squares[rows * parts[0] :].view(rows, parts[1])
@@ -85,96 +145,127 @@ class StepBuffers:
 class DecoderStep:
     """The weights, buffers and graphs of one model. `exact`: single rows have the bits that they have in a batch."""
 
-    def __init__(self, parts: PlainDecoder, exact: bool, capture: Capture | None, max_rows: int, pdl: bool) -> None:
+    def __init__(self, model: StepModel, exact: bool, capture: Capture | None, max_rows: int, pdl: bool) -> None:
         """`capture`: None where every kernel is launched by itself. `pdl`: programmatic dependent launch."""
-        self.embedding = parts.embedding.contiguous()
-        self.device = self.embedding.device
-        self.layers = [StepLayer.of(layer, parts.num_heads) for layer in parts.layers]
+        self.model = model
+        self.device = model.embedding.device
+        self.layers = model.layers
         self.exact = exact
-        self._final_gain = parts.norm.weight
-        self._head = TiledProjection.of(parts.lm_head)
-        self._heads = HeadShape.of(parts)
-        self._epsilon = parts.norm.epsilon
-        check_norms(parts)
-        self._qk_epsilon = next((layer.qk_norm.epsilon for layer in parts.layers if layer.qk_norm is not None), 0.0)
-        self._scale = parts.scale
+        self._heads = model.heads
         self._capture = capture
         self._pdl = pdl
         self.max_rows = max_rows
         self._buckets = [rows for rows in BUCKETS if rows < max_rows] + [max_rows]
-        table = torch.zeros(len(FIELDS), max_rows, dtype=torch.int64, device=self.device)
-        self._table = table
-        self.inputs = dict(zip(FIELDS, table, strict=True))
+        self.mixed_rows = [rows for rows in MIXED_ROWS if rows >= 2 * max_rows] or [4 * max_rows]
+        most_rows = self.mixed_rows[-1]
+        self._table = torch.zeros(len(FIELDS), most_rows, dtype=torch.int64, device=self.device)
+        self.inputs = dict(zip(FIELDS, self._table, strict=True))
+        self._prompt_inputs = dict(zip(FIELDS, self._table[:, max_rows:], strict=True))
+        self._sampled = torch.zeros(max_rows, dtype=torch.int64, device=self.device)
+        """The tokens of the last step, one a row."""
         self._settings = torch.zeros(max_rows, sampling_kernels.SETTINGS, dtype=torch.float64, device=self.device)
-        self._unused = self.embedding.new_zeros(2 * len(self.layers) * self._heads.kv_heads * self._heads.size)
+        self._unused = model.embedding.new_zeros(2 * len(self.layers) * self._heads.kv_heads * self._heads.size)
         """The cache of padding: one token."""
-        self._buffers = StepBuffers(self, max_rows, lambda projection: projection.tile)
-        self._logits = torch.zeros(max_rows, self._head.outputs, device=self.device)
-        most = max(p.outputs * p.split for layer in self.layers for p in (layer.qkv, layer.output, layer.down))
+        shared = StepBuffers(model, most_rows, lambda projection: projection.tile)
+        self._table[3:6] = torch.tensor(self._unused_address, device=self.device)[:, None]
+        self._buffers = StepBuffers(model, max_rows, lambda projection: projection.tile, shared)
+        self._mixed_buffers = {
+            rows: StepBuffers(model, rows, methodcaller("prefill_tile", rows), shared) for rows in self.mixed_rows
+        }
+        self._logits = torch.zeros(max_rows, model.head.outputs, device=self.device)
+        most = max(p.outputs * p.split for layer in self.layers for p in layer.projections)
         row_tiles = -(-max_rows // ROWS)
         self._partials = torch.zeros(most * row_tiles * ROWS, device=self.device)
         self._counters = torch.zeros(most // 64 * row_tiles, dtype=torch.int32, device=self.device)
-        self._cos, self._sin = rotary_tables(parts)
         self._capacity = 0
-        self._graphs: dict[int, tuple[Callable[[], Tensor], Tensor]] = {}
-        self._rows: list[tuple[Any, ...]] = []
-        """What the device's tables hold: each row's slot, its next position, and how it is sampled."""
-        self._reserve(min(FIRST_CAPACITY, parts.max_position))
-        self._write_tables([])
+        self._graphs: dict[tuple[int, int, bool], tuple[Callable[[], Tensor], Tensor]] = {}
+        """By the numbers of rows of a step, and of all rows, and whether they may be tokens of one sequence."""
+        self._count = self._longest = 0
+        """The rows of the last step, and the last position of the longest of them."""
+        self.costs: MixedCosts | None = None
+        """None where nothing was measured."""
+        self._reserve(min(FIRST_CAPACITY, len(model.rotary[0][0]) - 1))
+        self._load_rows([])
 
     @property
-    def tokens(self) -> Tensor:
-        """The tokens that the last step sampled, one a row."""
-        return self.inputs["token"]
+    def max_prompt_tokens(self) -> int:
+        """How many tokens of prompts a mixed step may compute."""
+        return self.mixed_rows[-1] - self.max_rows
 
-    def run(self, rows: Sequence[StepRow], tokens: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def set_tokens(self, tokens: Tensor) -> None:
+        """Replaces the tokens that the last step sampled, one a row."""
+        self._sampled[: len(tokens)].copy_(tokens)
+
+    def run(
+        self,
+        rows: Sequence[StepRow],
+        sources: Sequence[int] | None = None,
+        prompts: Sequence[SequenceChunk] = (),
+    ) -> tuple[Tensor, Tensor]:
         """Computes one token of each row, which is written to its slot; samples the next one by the settings of its
         reply. Returns the logits and the sampler's results; both are overwritten by the next step.
 
-        `tokens`: on the device, in place of those of the rows. None where the rows have them.
+        `sources`: of each row, the row of the last step whose token it has; -1 where its chunk has the token, None
+        where all have. `prompts` are computed in the same pass, at most `max_prompt_tokens`; the last token of a
+        prompt may be a row.
         """
         count = len(rows)
-        longest = max(row.chunk.start for row in rows)
-        if longest >= self._capacity:
-            self._reserve(2 * longest)
-        known = [
-            (row.chunk.pool, row.chunk.index, row.chunk.start, row.uniform_state, id(row.sampling)) for row in rows
-        ]
-        if tokens is None:
-            self._write_tables(rows)
-        elif known != self._rows:
-            tokens = tokens[:count].clone() if tokens is self.tokens else tokens
-            self._write_tables(rows)
-        if tokens is not None and tokens is not self.tokens:
-            self.tokens[:count].copy_(tokens)
-        self._rows = [(pool, index, position + 1, *rest) for pool, index, position, *rest in known]
-        bucket = next(size for size in self._buckets if size >= count)
-        logits, results = self._replay(bucket)
-        return logits[:count], results[:count]
+        self._prepare(rows)
+        self._load_rows(rows, sources, prompts)
+        if prompts:
+            total = self.max_rows + sum(len(chunk.ids) for chunk in prompts)
+            logits, results = self._replay(self.max_rows, self._mixed_size(total))
+        else:
+            logits, results = self._replay(self._bucket(count))
+        self._count = count
+        return self._cut(logits, count), results[:count]
+
+    def verify(self, rows: Sequence[StepRow]) -> tuple[Tensor, Tensor]:
+        """As `run`, where rows may be tokens of one sequence that follow each other: each sees those before it."""
+        self._prepare(rows)
+        self._load_rows(rows)
+        logits, results = self._replay(self._bucket(len(rows)), drafts=True)
+        return self._cut(logits, len(rows)), results[: len(rows)]
+
+    def repeat(self) -> tuple[Tensor, Tensor]:
+        """The next step of the same rows, with the tokens that the last one sampled. The slots have room for them."""
+        self._longest += 1
+        if self._longest >= self._capacity:
+            self._reserve(2 * self._longest)
+        logits, results = self._replay(self._bucket(self._count))
+        return self._cut(logits, self._count), results[: self._count]
+
+    def _cut(self, logits: Tensor, rows: int) -> Tensor:
+        """Without padding."""
+        return logits[:rows, : self.model.vocabulary_size]
+
+    def _prepare(self, rows: Sequence[StepRow]) -> None:
+        """Makes room for the attention of these rows."""
+        self._longest = max((row.chunk.start for row in rows), default=0)
+        if self._longest >= self._capacity:
+            self._reserve(2 * self._longest)
+
+    def _bucket(self, rows: int) -> int:
+        return next(size for size in self._buckets if size >= rows)
 
     def prefill(self, chunks: Sequence[SequenceChunk]) -> None:
         """Computes the keys and values of these tokens, with the bits that they have if computed one by one."""
-        tokens = [(chunk, i) for chunk in chunks for i in range(len(chunk.ids))]
-        columns = np.zeros((len(FIELDS), len(tokens)), dtype=np.int64)
-        columns[0] = [chunk.ids[i] for chunk, i in tokens]
-        columns[1] = [chunk.start + i for chunk, i in tokens]
-        columns[2] = [chunk.start + chunk.rotary_shift + i for chunk, i in tokens]
-        addresses = [self._address(chunk) for chunk in chunks]
-        columns[3:6] = np.repeat(np.array(addresses, dtype=np.int64), [len(chunk.ids) for chunk in chunks], axis=0).T
+        columns = np.zeros((len(FIELDS), sum(len(chunk.ids) for chunk in chunks)), dtype=np.int64)
+        blocks = self._fill_prompts(columns, chunks)
         inputs = dict(zip(FIELDS, to_device(columns, self.device), strict=True))
-        buffers = StepBuffers(self, len(tokens), lambda projection: projection.prefill_tile)
+        buffers = StepBuffers(self.model, columns.shape[1], methodcaller("prefill_tile", columns.shape[1]))
         self._embed(inputs, buffers, None)
         for index, layer in enumerate(self.layers):
             self._linear(layer.qkv, buffers.scaled, buffers.qkv, squares=buffers.down_squares, prefill=True)
             self._rotate_and_write(layer, index, inputs, buffers.qkv)
             if index == len(self.layers) - 1:
                 return
-            first = 0
-            for chunk, address in zip(chunks, addresses, strict=True):
-                rows = slice(first, first + len(chunk.ids))
-                self._attend_prefill(index, chunk, address, buffers.qkv[rows], buffers.attended[rows])
-                first += len(chunk.ids)
-            self._finish_layer(index, buffers, prefill=True)
+            self._attend_prefill(layer, index, inputs, buffers.qkv, buffers.attended, blocks)
+            self._finish_layer(index, buffers, inputs, prefill=True)
+
+    def _mixed_size(self, rows: int) -> int:
+        """Of all rows of a mixed step."""
+        return rows if self._capture is None else next(size for size in self.mixed_rows if size >= rows)
 
     def _reserve(self, tokens: int) -> None:
         """Makes room for the attention over so many tokens. Graphs are captured again."""
@@ -186,21 +277,53 @@ class DecoderStep:
         self._tiles = torch.empty(entries * heads.size, device=self.device)
         self._tile_sums = torch.empty(entries * 2, device=self.device)
 
-    def _write_tables(self, rows: Sequence[StepRow]) -> None:
-        columns = np.zeros((len(FIELDS), self.max_rows), dtype=np.int64)
-        settings = np.zeros((self.max_rows, sampling_kernels.SETTINGS), dtype=np.float64)
+    def _load_rows(
+        self, rows: Sequence[StepRow], sources: Sequence[int] | None = None, prompts: Sequence[SequenceChunk] = ()
+    ) -> None:
+        """Writes the device's tables."""
+        count, prompt_tokens = len(rows), sum(len(chunk.ids) for chunk in prompts)
+        size = self._mixed_size(self.max_rows + prompt_tokens) if prompts else self.max_rows
+        new = np.zeros((len(FIELDS) + 1 + sampling_kernels.SETTINGS, size), dtype=np.int64)
+        new[3:6] = np.array(self._unused_address)[:, None]
+        settings = new[len(FIELDS) + 1 :].view(np.float64)
         for i, row in enumerate(rows):
             chunk = row.chunk
             position = chunk.start
-            columns[:3, i] = chunk.ids[0], position, position + chunk.rotary_shift
-            columns[3:6, i] = self._address(chunk)
-            columns[6, i] = np.uint64(row.uniform_state).view(np.int64)
-            columns[7:, i] = row.reply_start, 1
-            settings[i] = row.settings
-        unused = (self._unused.data_ptr(), self._heads.kv_heads * self._heads.size, self._heads.size)
-        columns[3:6, len(rows) :] = np.array(unused)[:, None]
-        self._table.copy_(to_device(columns, self.device))
-        self._settings.copy_(to_device(settings, self.device))
+            new[:3, i] = chunk.ids[0], position, position + chunk.rotary_shift
+            new[3:6, i] = self._address(chunk)
+            new[6, i] = np.uint64(row.uniform_state).view(np.int64)
+            new[7:9, i] = row.reply_start, 1
+            settings[:, i] = row.settings
+        self._fill_prompts(new[: len(FIELDS), self.max_rows :], prompts)
+        new[len(FIELDS)] = -1
+        if sources is not None:
+            new[len(FIELDS), :count] = sources
+        step_kernels.load_rows(to_device(new, self.device), self._sampled, self._table, self._settings)
+
+    def _fill_prompts(self, columns: NDArray[np.int64], chunks: Sequence[SequenceChunk]) -> int:
+        """Writes a column for each token, one chunk after the other, and the list of blocks. Returns their number."""
+        queries = self._heads.prefill_queries
+        at, blocks = 0, []
+        for chunk in chunks:
+            stop = at + len(chunk.ids)
+            columns[0, at:stop] = chunk.ids
+            columns[1, at:stop] = np.arange(chunk.start, chunk.start + stop - at)
+            columns[2, at:stop] = columns[1, at:stop] + chunk.rotary_shift
+            columns[3:6, at:stop] = np.array(self._address(chunk))[:, None]
+            columns[8, at:stop] = 1
+            blocks += [
+                (chunk.start + first - at, first, min(queries, stop - first)) for first in range(at, stop, queries)
+            ]
+            at = stop
+        if blocks:
+            blocks.sort(reverse=True)  # those that attend longest first
+            columns[9:11, : len(blocks)] = np.array(blocks).T[1:]
+        return len(blocks)
+
+    @property
+    def _unused_address(self) -> tuple[int, int, int]:
+        """As in `_address`, for padding."""
+        return self._unused.data_ptr(), self._heads.kv_heads * self._heads.size, self._heads.size
 
     def _address(self, chunk: SequenceChunk) -> tuple[int, int, int]:
         """Where the keys of the slot's first layer are, and the elements between its layers and between its heads."""
@@ -212,84 +335,378 @@ class DecoderStep:
             pool.capacity * size,
         )
 
-    def capture_all(self) -> None:
-        """Captures the graphs of all numbers of rows, so that no request waits for one."""
+    def capture_all(self, drafted_rows: int = 0) -> None:
+        """Captures the graphs of all numbers of rows, so that no request waits for one; those that verify drafts up to
+        so many rows."""
         if self._capture is not None:
             for bucket in self._buckets:
                 self._replay(bucket)
-            self._rows = []
+                if 1 < bucket <= drafted_rows:
+                    self._replay(bucket, drafts=True)
+            for rows in self.mixed_rows:
+                self._replay(self.max_rows, rows)
+            self.costs = self._measure()
 
-    def _replay(self, bucket: int) -> tuple[Tensor, Tensor]:
+    def _measure(self) -> MixedCosts:
+        """Times steps, with prompts in memory of their own."""
+        rows, start = self.mixed_rows[-1], MEASURED_START
+        tokens = rows - self.max_rows
+        memory = self.model.embedding.new_zeros((start + tokens) * self._heads.size)
+        held = self._table.clone()
+        columns = np.zeros((len(FIELDS), tokens), dtype=np.int64)
+        columns[0] = np.arange(tokens) * 7919 % len(self.model.embedding)  # which take different experts
+        columns[3:6] = np.array(self._unused_address)[:, None]
+        columns[8] = 1
+        self._table[:, self.max_rows :].copy_(to_device(columns, self.device))
+        step = self._time(self.max_rows)
+        mixed = {size: self._time(self.max_rows, size) for size in self.mixed_rows}
+        queries = self._heads.prefill_queries
+        firsts = np.arange(0, tokens, queries)
+        columns[1] = np.arange(start, start + tokens)
+        columns[3] = memory.data_ptr()
+        columns[4:6] = 0
+        columns[9, : len(firsts)] = firsts
+        columns[10, : len(firsts)] = np.minimum(queries, tokens - firsts)
+        self._table[:, self.max_rows :].copy_(to_device(columns, self.device))
+        longer = self._time(self.max_rows, rows) - mixed[rows]
+        self._table.copy_(held)
+        return MixedCosts(step, mixed, max(0.0, longer) / (tokens * start))
+
+    def _time(self, bucket: int, total: int = 0) -> float:
+        """The seconds of a step: the shortest of a few."""
+        seconds = []
+        for _ in range(4):
+            began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            began.record()
+            self._replay(bucket, total)
+            ended.record()
+            ended.synchronize()
+            seconds.append(began.elapsed_time(ended) / 1e3)
+        return min(seconds)
+
+    def _replay(self, bucket: int, total: int = 0, drafts: bool = False) -> tuple[Tensor, Tensor]:
+        """`total`: all rows of a mixed step, else 0. `drafts`: as in `verify`."""
         if self._capture is None:
-            return self._logits, self._compute(bucket)
-        if bucket not in self._graphs:
-            self._compute_for_compilation(bucket)
+            return self._logits, self._compute(bucket, total, drafts)
+        key = bucket, total, drafts
+        if key not in self._graphs:
+            self._compute_for_compilation(*key)
             results: list[Tensor] = []
 
             def compute() -> Tensor:
-                results.append(self._compute(bucket))
+                results.append(self._compute(*key))
                 return results[0]
 
-            self._graphs[bucket] = (self._capture(compute), results[0])
-        replay, out = self._graphs[bucket]
+            self._graphs[key] = (self._capture(compute), results[0])
+        replay, out = self._graphs[key]
         replay()
         return self._logits, out
 
-    def _compute_for_compilation(self, bucket: int) -> None:
+    def _compute_for_compilation(self, bucket: int, total: int, drafts: bool) -> None:
         """Kernels can't be compiled while a graph is captured. Leaves the tables and the cache as they are."""
-        held, settings = self._table.clone(), self._settings.clone()
-        padding = torch.tensor(
-            [self._unused.data_ptr(), self._heads.kv_heads * self._heads.size, self._heads.size], device=self.device
-        )
+        held = [tensor.clone() for tensor in (self._table, self._settings, self._sampled)]
         self._table.zero_()
-        self._table[3:6] = padding[:, None]
-        self._compute(bucket)
-        self._table.copy_(held)
-        self._settings.copy_(settings)
+        self._table[3:6] = torch.tensor(self._unused_address, device=self.device)[:, None]
+        self._compute(bucket, total, drafts)
+        for tensor, before in zip((self._table, self._settings, self._sampled), held, strict=True):
+            tensor.copy_(before)
 
-    def _compute(self, rows: int) -> Tensor:
+    def _compute(self, rows: int, total: int, drafts: bool) -> Tensor:
+        """As in `_replay`."""
         buffers = self._buffers
-        self._embed(self.inputs, buffers, self._settings, rows)
-        vector = rows == 1 and not self.exact
-        for index, layer in enumerate(self.layers):
-            if vector:
-                self._matvec(layer.qkv, buffers.hidden, buffers.qkv, gain=layer.input_gain)
-            else:
-                self._linear(layer.qkv, buffers.scaled, buffers.qkv, squares=buffers.down_squares, rows=rows)
-            self._attend(layer, index, buffers, rows)
-            if vector:
-                self._matvec(layer.output, buffers.attended, buffers.hidden, residual=True)
-                self._matvec(layer.gate_up, buffers.hidden, buffers.gated, gain=layer.post_attention_gain, gated=True)
-                self._matvec(layer.down, buffers.gated, buffers.hidden, residual=True)
-            else:
-                self._finish_layer(index, buffers, rows=rows)
-        logits = self._logits[:rows]
-        if vector:
-            self._matvec(self._head, buffers.hidden, logits, gain=self._final_gain)
+        vector = rows == 1 and not total and not drafts and not self.exact
+        self._embed(self.inputs, buffers if not total else self._buffers_of(total), self._settings, rows)
+        if total:
+            self._compute_mixed_layers(total)
+        elif vector:
+            self._compute_vector_layers()
         else:
-            self._linear(self._head, buffers.scaled, logits, squares=buffers.down_squares, rows=rows)
+            for index, layer in enumerate(self.layers):
+                self._linear(layer.qkv, buffers.scaled, buffers.qkv, squares=buffers.down_squares, rows=rows)
+                if drafts:
+                    self._rotate_and_write(layer, index, self.inputs, buffers.qkv[:rows])
+                self._attend(layer, index, buffers, rows, rotated=drafts)
+                self._finish_layer(index, buffers, self.inputs, rows=rows)
+        logits, head, softcap = self._logits[:rows], self.model.head, self.model.logit_softcap
+        if vector:
+            self._matvec(head, buffers.hidden, logits, gain=self.model.final_gain, softcap=softcap)
+        else:
+            self._linear(head, buffers.scaled, logits, squares=buffers.down_squares, softcap=softcap, rows=rows)
         results = sampling_kernels.sample_rows(logits, logits, self._settings[:rows])
-        step_kernels.advance(results, self.inputs, rows)
+        step_kernels.advance(results, self._sampled, self.inputs, rows)
         return results
 
-    def _finish_layer(self, index: int, buffers: StepBuffers, rows: int | None = None, prefill: bool = False) -> None:
+    def _compute_vector_layers(self) -> None:
+        """The layers of a single row, by kernels that sum in an order of their own."""
+        buffers = self._buffers
+        for index, layer in enumerate(self.layers):
+            self._matvec(layer.qkv, buffers.hidden, buffers.qkv, gain=layer.input_gain)
+            self._attend(layer, index, buffers, 1)
+            self._finish_vector_layer(index, buffers)
+
+    def _compute_mixed_layers(self, total: int) -> None:
+        """The layers of all rows of a step and of prompts behind them; the last one of the step's rows alone, besides
+        the keys and values of prompts."""
+        rows, buffers, inputs = self.max_rows, self._buffers_of(total), self._prompt_inputs
+        prompts = total - rows
+        queries = self._heads.prefill_queries
+        blocks = min(prompts, -(-prompts // queries) + rows)
+        model, gain = self.model, self.layers[0].input_gain
+        outputs = (buffers.hidden[rows:], buffers.scaled[rows:], buffers.down_squares[rows:])
+        step_kernels.embed(inputs, None, model.embedding, gain, *outputs, model.embedding_scale)
+        for index, layer in enumerate(self.layers):
+            self._linear(layer.qkv, buffers.scaled, buffers.qkv, squares=buffers.down_squares, prefill=True)
+            self._rotate_and_write(layer, index, inputs, buffers.qkv[rows:])
+            self._attend(layer, index, buffers, rows)
+            if index == len(self.layers) - 1:
+                self._finish_layer(index, self._buffers, self.inputs, rows=rows)
+            else:
+                self._attend_prefill(layer, index, inputs, buffers.qkv[rows:], buffers.attended[rows:], blocks)
+                self._finish_layer(index, buffers, self.inputs, prefill=True)
+
+    def _buffers_of(self, total: int) -> StepBuffers:
+        """Of a mixed step. Without graphs it has any number of rows."""
+        if total not in self._mixed_buffers:
+            largest = self._mixed_buffers[self.mixed_rows[-1]]
+            self._mixed_buffers[total] = StepBuffers(self.model, total, methodcaller("prefill_tile", total), largest)
+        return self._mixed_buffers[total]
+
+    def _next_gain(self, index: int) -> Tensor:
+        """The gain of the norm after a layer."""
+        last = index == len(self.layers) - 1
+        return self.model.final_gain if last else self.layers[index + 1].input_gain
+
+    def _finish_layer(
+        self,
+        index: int,
+        buffers: StepBuffers,
+        inputs: Mapping[str, Tensor],
+        rows: int | None = None,
+        prefill: bool = False,
+    ) -> None:
         """From the attention's result to the next layer's input."""
         layer = self.layers[index]
-        last = index == len(self.layers) - 1
-        next_gain = self._final_gain if last else self.layers[index + 1].input_gain
         same: dict[str, Any] = {"rows": rows, "prefill": prefill}
-        after_attention = (layer.post_attention_gain, buffers.scaled, buffers.output_squares)
-        self._linear(layer.output, buffers.attended, buffers.hidden, residual=after_attention, **same)
-        self._linear(layer.gate_up, buffers.scaled, buffers.gated, squares=buffers.output_squares, gated=True, **same)
-        after_layer = (next_gain, buffers.scaled, buffers.down_squares)
-        self._linear(layer.down, buffers.gated, buffers.hidden, residual=after_layer, **same)
+        after_attention = (layer.feed_forward_gain, buffers.scaled, buffers.output_squares)
+        if layer.output_gain is None:
+            self._linear(layer.output, buffers.attended, buffers.hidden, residual=after_attention, **same)
+        else:
+            self._linear(layer.output, buffers.attended, buffers.result, **same)
+            self._add(buffers.result, buffers, after_attention, layer.output_gain, rows)
+        after_layer = (self._next_gain(index), buffers.scaled, buffers.down_squares)
+        feed_forward = layer.feed_forward
+        if isinstance(feed_forward, Experts):
+            self._run_experts(feed_forward, buffers, inputs["live"], **same)
+            self._add(None, buffers, after_layer, layer.result_gain, rows, feed_forward)
+            return
+        squares = buffers.output_squares
+        self._linear(feed_forward.gate_up, buffers.scaled, buffers.gated, squares=squares, gated=True, **same)
+        if layer.result_gain is None:
+            self._linear(feed_forward.down, buffers.gated, buffers.hidden, residual=after_layer, **same)
+        else:
+            self._linear(feed_forward.down, buffers.gated, buffers.result, **same)
+            self._add(buffers.result, buffers, after_layer, layer.result_gain, rows)
+
+    def _finish_vector_layer(self, index: int, buffers: StepBuffers) -> None:
+        """The same for a single row, in the order of sums of `_matvec`."""
+        layer = self.layers[index]
+        after_attention = (layer.feed_forward_gain, buffers.scaled, buffers.output_squares)
+        after_layer = (self._next_gain(index), buffers.scaled, buffers.down_squares)
+        normed = layer.output_gain is not None
+        feed_forward, gain = layer.feed_forward, layer.feed_forward_gain
+        narrow = isinstance(feed_forward, Experts) and feed_forward.narrow
+        if narrow and not normed:  # tiles read what only tiles write
+            self._linear(layer.output, buffers.attended, buffers.hidden, residual=after_attention, rows=1)
+        else:
+            out = buffers.result if normed else buffers.hidden
+            self._matvec(layer.output, buffers.attended, out, residual=not normed)
+        if normed:
+            self._add(buffers.result, buffers, after_attention, layer.output_gain, 1)
+        if narrow:
+            assert isinstance(feed_forward, Experts)
+            self._run_experts(feed_forward, buffers, self.inputs["live"], 1, False)
+            self._add(None, buffers, after_layer, layer.result_gain, 1, feed_forward)
+            return
+        normed = layer.result_gain is not None
+        out = buffers.result if normed else buffers.hidden
+        if isinstance(feed_forward, Experts):
+            self._run_vector_experts(feed_forward, buffers, gain, out, residual=not normed)
+        else:
+            self._matvec(feed_forward.gate_up, buffers.hidden, buffers.gated, gain=gain, gated=True)
+            self._matvec(feed_forward.down, buffers.gated, out, residual=not normed)
+        if normed:
+            self._add(buffers.result, buffers, after_layer, layer.result_gain, 1)
+
+    def _run_experts(
+        self, experts: Experts, buffers: StepBuffers, live: Tensor, rows: int | None, prefill: bool
+    ) -> None:
+        """Leaves a result for each pair of a row and an expert."""
+        mine, count = buffers.experts, len(buffers.scaled) if rows is None else rows
+        assert mine is not None
+        squares = buffers.output_squares
+        self._linear(experts.router, buffers.scaled, mine.logits, squares=squares, rows=rows, prefill=prefill)
+        self._route(experts, mine, live, count, lists=True)
+        same = (experts, mine, count, prefill)
+        self._expert_linear(experts.gate_up, buffers.scaled, mine.gated, *same, squares=squares)
+        self._expert_linear(experts.down, mine.gated, mine.parts, *same)
+
+    def _run_vector_experts(
+        self, experts: Experts, buffers: StepBuffers, gain: Tensor, out: Tensor, residual: bool
+    ) -> None:
+        mine = buffers.experts
+        assert mine is not None
+        self._matvec(experts.router, buffers.hidden, mine.logits, gain=gain)
+        self._route(experts, mine, self.inputs["live"], 1, lists=False)
+        up, down, options = experts.gate_up, experts.down, {"PDL": self._pdl} | self._launch
+        expert_kernels._expert_gate_up[(experts.top_k * up.outputs // up.vector.outputs,)](
+            buffers.hidden,
+            up.weight,
+            buffers.hidden if up.bias is None else up.bias,
+            gain,
+            mine.chosen,
+            mine.gated,
+            self.model.epsilon,
+            N=up.outputs,
+            K=up.inputs,
+            BN=up.vector.outputs,
+            BK=up.vector.depth,
+            BIAS=up.bias is not None,
+            INTERLEAVED=up.interleaved,
+            ACTIVATION=self.model.activation,
+            num_warps=up.vector.warps,
+            **options,
+        )
+        expert_kernels._expert_down[(down.outputs // down.vector.outputs,)](
+            mine.gated,
+            down.weight,
+            buffers.hidden if down.bias is None else down.bias,
+            mine.chosen,
+            mine.weights,
+            out,
+            N=down.outputs,
+            K=down.inputs,
+            TOP=experts.top_k,
+            BN=down.vector.outputs,
+            BK=down.vector.depth,
+            BIAS=down.bias is not None,
+            RESIDUAL=residual,
+            num_warps=down.vector.warps,
+            **options,
+        )
+
+    def _route(self, experts: Experts, buffers: ExpertBuffers, live: Tensor, rows: int, lists: bool) -> None:
+        """`lists`: enters each row into the lists of its experts."""
+        expert_kernels._route[(rows,)](
+            buffers.logits,
+            live,
+            buffers.chosen,
+            buffers.weights,
+            buffers.counts,
+            buffers.members,
+            buffers.capacity,
+            E=experts.count,
+            EP=step_kernels.next_power(experts.count),
+            STRIDE=experts.router.outputs,
+            TOP=experts.top_k,
+            TOPP=step_kernels.next_power(experts.top_k),
+            NORMALISED=experts.normalised,
+            LISTS=lists,
+            **step_kernels.launch_options(self._pdl, num_warps=1),
+        )
+
+    def _expert_linear(
+        self,
+        projection: ExpertProjection,
+        x: Tensor,
+        out: Tensor,
+        experts: Experts,
+        buffers: ExpertBuffers,
+        rows: int,
+        prefill: bool,
+        squares: Tensor | None = None,
+    ) -> None:
+        """`squares`: of x, which then has a row for each token and lacks a norm; it is the input of gate and up."""
+        tile = projection.prefill_tile if prefill else projection.tile
+        gated = squares is not None
+        parts = 0 if squares is None else squares.shape[1]
+        programs = min(experts.count, rows * experts.top_k) * (projection.outputs // tile.outputs)
+        expert_kernels._expert_linear[(programs,)](
+            x,
+            projection.weight,
+            x if projection.exponents is None else projection.exponents,
+            x if projection.bias is None else projection.bias,
+            x if squares is None else squares,
+            buffers.counts,
+            buffers.members,
+            out,
+            buffers.capacity,
+            self.model.epsilon,
+            E=experts.count,
+            N=projection.outputs,
+            K=projection.inputs,
+            TOP=experts.top_k,
+            BM=tile.rows,
+            BN=tile.outputs,
+            BK=tile.depth,
+            STAGES=tile.stages,
+            NT=parts,
+            NTP=step_kernels.next_power(max(1, parts)),
+            BIAS=projection.bias is not None,
+            GLU=gated,
+            INTERLEAVED=projection.interleaved,
+            NARROW=projection.exponents is not None,
+            ACTIVATION=self.model.activation,
+            BY_ROW=gated,
+            **step_kernels.launch_options(self._pdl and not prefill, num_warps=tile.warps),
+        )
+
+    def _add(
+        self,
+        result: Tensor | None,
+        buffers: StepBuffers,
+        residual: tuple[Tensor, Tensor, Tensor],
+        own_gain: Tensor | None,
+        rows: int | None,
+        experts: Experts | None = None,
+    ) -> None:
+        """Adds a result to the residual: that of the experts where it is None. `residual`: as in `_linear`. `own_gain`:
+        of the result's own norm."""
+        gain, scaled, squares = residual
+        mine, size, parts = buffers.experts, buffers.hidden.shape[1], squares.shape[1]
+        if result is None:
+            assert mine is not None
+            result = mine.parts
+        step_kernels._add[(len(buffers.hidden) if rows is None else rows,)](
+            result,
+            result if mine is None else mine.weights,
+            result if mine is None else mine.counts,
+            gain if own_gain is None else own_gain,
+            gain,
+            buffers.hidden,
+            scaled,
+            squares,
+            self.model.epsilon,
+            K=size,
+            BK=step_kernels.next_power(size),
+            TOP=1 if experts is None else experts.top_k,
+            EXPERTS=experts is not None,
+            COUNTS=1 if experts is None else step_kernels.next_power(experts.count + 1),
+            NORM=own_gain is not None,
+            NT=parts,
+            NTP=step_kernels.next_power(parts),
+            **step_kernels.launch_options(self._pdl, num_warps=8),
+        )
+
+    @property
+    def _launch(self) -> dict[str, bool]:
+        return {"launch_pdl": True} if self._pdl else {}
 
     def _embed(
         self, inputs: dict[str, Tensor], buffers: StepBuffers, settings: Tensor | None, rows: int | None = None
     ) -> None:
-        hidden = buffers.hidden[:rows]
-        gain = self.layers[0].input_gain
-        step_kernels.embed(inputs, settings, self.embedding, gain, hidden, buffers.scaled, buffers.down_squares)
+        model, hidden = self.model, buffers.hidden[:rows]
+        gain, outputs = self.layers[0].input_gain, (hidden, buffers.scaled, buffers.down_squares)
+        step_kernels.embed(inputs, settings, model.embedding, gain, *outputs, model.embedding_scale)
 
     def _linear(
         self,
@@ -299,13 +716,14 @@ class DecoderStep:
         squares: Tensor | None = None,
         residual: tuple[Tensor, Tensor, Tensor] | None = None,
         gated: bool = False,
+        softcap: float = 0.0,
         rows: int | None = None,
         prefill: bool = False,
     ) -> None:
         """`squares`: of x, which lacks a norm. `residual`: the gain of the norm after it, and where its input and the
         partial sums of squares go."""
-        tile = projection.prefill_tile if prefill else projection.tile
         rows = len(x) if rows is None else rows
+        tile = projection.prefill_tile(rows) if prefill else projection.tile
         parts = 0 if squares is None else squares.shape[1]
         gain, scaled, out_squares = (x, out, x) if residual is None else residual
         parallel = projection.split > 1 and not prefill
@@ -322,7 +740,7 @@ class DecoderStep:
             self._partials,
             self._counters,
             rows,
-            self._epsilon,
+            self.model.epsilon,
             N=projection.outputs,
             K=projection.inputs,
             BM=tile.rows,
@@ -335,6 +753,8 @@ class DecoderStep:
             NTP=step_kernels.next_power(max(1, parts)),
             BIAS=projection.bias is not None,
             GLU=gated,
+            ACTIVATION=self.model.activation,
+            SOFTCAP=softcap,
             RESIDUAL=residual is not None,
             DISTANCE=tile.distance,
             EARLY=tile.early,
@@ -349,6 +769,7 @@ class DecoderStep:
         gain: Tensor | None = None,
         gated: bool = False,
         residual: bool = False,
+        softcap: float = 0.0,
     ) -> None:
         shape = projection.vector
         step_kernels._matvec[(projection.outputs // shape.outputs,)](
@@ -357,7 +778,7 @@ class DecoderStep:
             x if projection.bias is None else projection.bias,
             x if gain is None else gain,
             out,
-            self._epsilon,
+            self.model.epsilon,
             N=projection.outputs,
             K=projection.inputs,
             BN=shape.outputs,
@@ -365,15 +786,18 @@ class DecoderStep:
             NORM=gain is not None,
             BIAS=projection.bias is not None,
             GLU=gated,
+            ACTIVATION=self.model.activation,
+            SOFTCAP=softcap,
             RESIDUAL=residual,
             AHEAD=shape.ahead,
             PDL=self._pdl,
             num_warps=shape.warps,
-            **({"launch_pdl": True} if self._pdl else {}),
+            **self._launch,
         )
 
-    def _attend(self, layer: StepLayer, index: int, buffers: StepBuffers, rows: int) -> None:
-        heads, inputs = self._heads, self.inputs
+    def _attend(self, layer: StepLayer, index: int, buffers: StepBuffers, rows: int, rotated: bool = False) -> None:
+        heads, inputs, attention = self._heads, self.inputs, layer.attention
+        cos, sin = self.model.rotary[attention.rotary]
         programs = next(programs for most, programs in PROGRAMS if rows <= most or not most)
         step_kernels._attend[(rows * heads.kv_heads, programs)](
             buffers.qkv,
@@ -382,18 +806,22 @@ class DecoderStep:
             inputs["head"],
             inputs["position"],
             inputs["rotary"],
-            self._cos,
-            self._sin,
+            cos,
+            sin,
             layer.query_gain,
             layer.key_gain,
             self._tiles,
             self._tile_sums,
             index,
             self._entries,
-            self._scale,
-            self._qk_epsilon,
+            attention.scale,
+            self.model.qk_epsilon,
+            attention.window,
+            attention.softcap or 1.0,
             PROGRAMS=programs,
             NORM=heads.norm,
+            ROTATED=rotated,
+            SOFTCAP=attention.softcap is not None,
             STAGES=2,
             **heads.sizes,
             **step_kernels.launch_options(self._pdl, num_warps=4),
@@ -402,15 +830,18 @@ class DecoderStep:
             self._tiles,
             self._tile_sums,
             inputs["position"],
+            buffers.attended if attention.sinks is None else attention.sinks,
             buffers.attended,
             self._entries,
+            attention.window,
+            SINKS=attention.sinks is not None,
             AT_ONCE=8,
             **heads.sizes,
             **step_kernels.launch_options(self._pdl, num_warps=1),
         )
 
     def _rotate_and_write(self, layer: StepLayer, index: int, inputs: dict[str, Tensor], qkv: Tensor) -> None:
-        heads = self._heads
+        heads, (cos, sin) = self._heads, self.model.rotary[layer.attention.rotary]
         step_kernels._rotate_and_write[(len(qkv), heads.heads + 2 * heads.kv_heads)](
             qkv,
             inputs["base"],
@@ -418,12 +849,12 @@ class DecoderStep:
             inputs["head"],
             inputs["position"],
             inputs["rotary"],
-            self._cos,
-            self._sin,
+            cos,
+            sin,
             layer.query_gain,
             layer.key_gain,
             index,
-            self._qk_epsilon,
+            self.model.qk_epsilon,
             H=heads.heads,
             KVH=heads.kv_heads,
             D=heads.size,
@@ -433,21 +864,28 @@ class DecoderStep:
         )
 
     def _attend_prefill(
-        self, index: int, chunk: SequenceChunk, address: tuple[int, int, int], qkv: Tensor, out: Tensor
+        self, layer: StepLayer, index: int, inputs: dict[str, Tensor], qkv: Tensor, out: Tensor, blocks: int
     ) -> None:
-        heads = self._heads
-        queries = max(1, PREFILL_ROWS // heads.padded_group)
-        step_kernels._attend_prefill[(-(-len(qkv) // queries), heads.kv_heads)](
+        heads, attention = self._heads, layer.attention
+        step_kernels._attend_prefill[(blocks, heads.kv_heads)](
             qkv,
+            out if attention.sinks is None else attention.sinks,
             out,
-            *address,
-            chunk.start,
-            len(chunk.ids),
+            inputs["base"],
+            inputs["member"],
+            inputs["head"],
+            inputs["position"],
+            inputs["block"],
+            inputs["queries"],
             index,
-            self._scale,
-            QUERIES=queries,
+            attention.scale,
+            attention.window,
+            attention.softcap or 1.0,
+            SOFTCAP=attention.softcap is not None,
+            SINKS=attention.sinks is not None,
+            QUERIES=heads.prefill_queries,
             STAGES=2,
             **heads.sizes,
-            num_warps=4,
+            num_warps=8 if heads.size == 256 else 4,
             enable_fp_fusion=False,
         )

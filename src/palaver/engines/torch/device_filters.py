@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from palaver.engines.core.processor import LogitsProcessor
+from palaver.engines.core.logits_processor import LogitsProcessor
 from palaver.engines.torch.device_changes import to_device
 
 REPORTED = 20

@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import cache, cached_property, partial
+from functools import cache, cached_property
 from types import ModuleType
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from palaver.engines.core.generation import PendingStep
-from palaver.engines.core.processor import LogitsProcessor
+from palaver.engines.core.logits_processor import LogitsProcessor
 from palaver.engines.core.sampler import (
     SAMPLER_VERSION,
     HostLogits,
@@ -72,6 +72,11 @@ class DeviceLogits:
 
     def select(self, rows: Sequence[int]) -> DeviceLogits:
         return DeviceLogits(self.tensor[list(rows)], self._sampler)
+
+    def joined(self, others: Sequence[Logits]) -> DeviceLogits:
+        tensors = [other.tensor for other in others if isinstance(other, DeviceLogits)]
+        assert len(tensors) == len(others), "logits of one runner are of one kind"
+        return DeviceLogits(torch.cat([self.tensor, *tensors]), self._sampler)
 
     def copy(self) -> DeviceLogits:
         return DeviceLogits(self.tensor.clone(), self._sampler)
@@ -135,12 +140,9 @@ def steps_from_results(
 ) -> list[SampledStep]:
     """What the kernels decided, and the rest by torch's operations. `next_pass` runs already with the kernels' tokens:
     the rows that get another one are dropped from it."""
-    left = [
-        row
-        for row, processor in enumerate(processors)
-        if table[row, device_filters.STATUS] == device_filters.UNDECIDED
-        or not is_decided_by_kernel(processor, kernels.MAX_TOP_K)
-    ]
+    undecided = np.flatnonzero(table[:, device_filters.STATUS] == device_filters.UNDECIDED).tolist()
+    others = [row for row, own in enumerate(processors) if not is_decided_by_kernel(own, kernels.MAX_TOP_K)]
+    left = sorted({*undecided, *others})
     if left:
         if next_pass is not None:
             for row in left:
@@ -179,9 +181,8 @@ def start_copy(results: Tensor) -> Callable[[], Array]:
 
 def is_decided_by_kernel(processor: LogitsProcessor, max_top_k: int) -> bool:
     """The kernels know temperature, top_k up to a limit, top_p and min_p."""
-    sampling = processor.sampling
-    rare = sampling.typical_p < 1 or sampling.top_a > 0 or sampling.dynatemp_range > 0 or sampling.xtc_probability > 0
-    return not processor.do_sample or (sampling.top_k <= max_top_k and not rare)
+    free = not processor.has_rare_filters and processor.sampling.top_k <= max_top_k
+    return free or not processor.do_sample
 
 
 def _kernel_settings(processor: LogitsProcessor, max_top_k: int) -> tuple[float, ...]:
@@ -193,46 +194,41 @@ def _kernel_settings(processor: LogitsProcessor, max_top_k: int) -> tuple[float,
 
 
 def _read_results(table: Array, processors: Sequence[LogitsProcessor]) -> list[SampledStep]:
-    """Alternatives are left to the readers of the replies."""
+    """All but the tokens is left to the readers of the replies."""
     batch = _BatchResults(table, processors)
-    columns = table[:, [device_filters.TOKEN, device_filters.LOGPROB, device_filters.STATUS]].tolist()
-    steps: list[SampledStep] = []
-    for row, ((token_id, logprob, status), processor) in enumerate(zip(columns, processors, strict=True)):
+    failed = np.isnan(table[:, device_filters.LOGPROB]) | (table[:, device_filters.STATUS] == device_filters.NONE_LEFT)
+    token_ids = np.where(failed, 0, table[:, device_filters.TOKEN]).astype(np.int64).tolist()
+    steps: list[SampledStep] = [PendingStep(token_id, batch, row) for row, token_id in enumerate(token_ids)]
+    for row in np.flatnonzero(failed).tolist():
+        logprob, status = table[row, [device_filters.LOGPROB, device_filters.STATUS]].tolist()
         score = -math.inf if status == device_filters.NONE_LEFT else 0.0
-        step = make_step(SampledToken(int(token_id), logprob, score), processor)
-        if isinstance(step, Step) and processor.sampling.logprobs:
-            steps.append(PendingStep(step.token_id, partial(batch.add_alternatives, step, row)))
-        else:
-            steps.append(step)
+        steps[row] = make_step(SampledToken(int(table[row, device_filters.TOKEN]), logprob, score), processors[row])
     return steps
 
 
 class _BatchResults:
     """The results of a batch, as the kernels wrote them. Whole columns become lists at once, when the first reader asks
-    for its alternatives."""
+    for its step."""
 
     def __init__(self, table: Array, processors: Sequence[LogitsProcessor]) -> None:
         self.table = table
         self._wanted = [processor.sampling.logprobs for processor in processors]
 
-    def add_alternatives(self, step: Step, row: int) -> Step:
-        drawn_logprobs, raw_ids, raw_logprobs, own_ids, own_logprobs = self._columns
+    def read_step(self, row: int) -> Step:
+        (token_ids, logprobs, drawn_logprobs), lists = self._columns
         wanted = self._wanted[row]
-        alternatives = make_alternatives(raw_ids[row][:wanted], raw_logprobs[row][:wanted])
-        drawn_from = make_alternatives(own_ids[row][:wanted], own_logprobs[row][:wanted])
-        return Step(step.token_id, step.logprob, alternatives, drawn_logprobs[row], drawn_from)
+        if not wanted:
+            return Step(int(token_ids[row]), logprobs[row])
+        raw_ids, raw_logprobs, own_ids, own_logprobs = (column[row][:wanted] for column in lists)
+        alternatives, drawn_from = make_alternatives(raw_ids, raw_logprobs), make_alternatives(own_ids, own_logprobs)
+        return Step(int(token_ids[row]), logprobs[row], alternatives, drawn_logprobs[row], drawn_from)
 
     @cached_property
-    def _columns(
-        self,
-    ) -> tuple[list[float], list[list[int]], list[list[float]], list[list[int]], list[list[float]]]:
+    def _columns(self) -> tuple[list[list[float]], tuple[list[list[Any]], ...]]:
+        """Tokens, log-probabilities before and after all options; then ids and log-probabilities of the likeliest."""
         count = max(self._wanted)
         starts = range(device_filters.LISTS, device_filters.WIDTH, device_filters.REPORTED)
-        raw_ids, raw_logprobs, own_ids, own_logprobs = (self.table[:, start : start + count] for start in starts)
-        return (
-            self.table[:, device_filters.DRAWN_LOGPROB].tolist(),
-            raw_ids.astype(np.int64).tolist(),
-            raw_logprobs.tolist(),
-            own_ids.astype(np.int64).tolist(),
-            own_logprobs.tolist(),
-        )
+        lists = [self.table[:, start : start + count] for start in starts]
+        lists[::2] = [ids.astype(np.int64) for ids in lists[::2]]
+        columns = [device_filters.TOKEN, device_filters.LOGPROB, device_filters.DRAWN_LOGPROB]
+        return self.table[:, columns].T.tolist(), tuple(column.tolist() for column in lists)

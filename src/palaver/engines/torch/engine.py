@@ -265,7 +265,16 @@ class _RunnerPicker:
         if layout.device.type == "cuda":
             # cuDNN builds a plan for every new pair of lengths: 20 ms each, and memory that is never freed
             torch.backends.cuda.enable_cudnn_sdp(False)
-        own = pick_step_runner(self._parts, decoder, layout, cache_limit, self._threads, self._options, self._ids)
+        own = pick_step_runner(
+            self._parts.step_model,
+            decoder,
+            layout,
+            cache_limit,
+            context_length,
+            self._threads,
+            self._options,
+            self._ids,
+        )
         if own is not None:
             return own[0], CUDA_KERNELS, own[1]
         if self._options.exact:

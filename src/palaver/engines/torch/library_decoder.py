@@ -41,6 +41,8 @@ class LibraryDecoder:
         self._layer = 0
         self.pair_bytes = 0
         """The most memory that attention took for a pair of a query and a key so far."""
+        self.recorded_attention: dict[int, tuple[MaskRule, AttentionParams]] | None = None
+        """If not None, gets what each layer attends with."""
         self._original_attention = self._decoder.config._attn_implementation
         self._name = f"palaver_{id(self):x}"
 
@@ -131,6 +133,8 @@ class LibraryDecoder:
         params = AttentionParams(scale, softcap, s_aux)
         needed = pair_bytes(query.shape[1], key.shape[1], query.dtype, query.device, params)
         self.pair_bytes = max(self.pair_bytes, needed)
+        if self.recorded_attention is not None:
+            self.recorded_attention[self._layer] = (rule, params)
         return self._batch.attend(self._layer, self._ordered(query[0].transpose(0, 1)), rule, params)[None], None
 
 

@@ -4,11 +4,13 @@ own, by trying. A trial that raises is a no."""
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -69,6 +71,11 @@ from palaver.engines.torch.snapshot_runner import CacheAbilities, RecurrentState
 from palaver.errors import CantCompile
 from palaver.memory import give_back_unused
 from palaver.phases import Vocabulary
+
+if TYPE_CHECKING:
+    from palaver.engines.torch.step_weights import StepModel
+
+_log = logging.getLogger(__name__)
 
 
 def load_library_model(
@@ -185,9 +192,20 @@ def pick_runner(
             if isinstance(forward, CompiledDecoder):
                 compiled = CompiledRunner(forward, cache_bytes, context_length, threads, options.speculate)
                 return compiled, COMPILED, BY_TEXT
-            if probe.plain is not None:
-                parts, computes = probe.plain
-                own = pick_step_runner(parts, computes, layout, cache_bytes, threads, options, probe.ids, media)
+            if probe.step is not None:
+                read, computes = probe.step
+                own = pick_step_runner(
+                    read,
+                    computes,
+                    layout,
+                    cache_bytes,
+                    context_length,
+                    threads,
+                    options,
+                    probe.ids,
+                    media,
+                    long_prompts=not isinstance(computes, LibraryDecoder),
+                )
                 if own is not None:
                     return own[0], CUDA_KERNELS, own[1]
             passes, exactness = probe.pick_exact_passes(forward, layout, options.exact, threads)
@@ -219,8 +237,8 @@ class ModelProbe(ForwardProbe):
         """`context_length`: 0 where late positions are not probed."""
         self._model = model
         self._media = media
-        self.plain: tuple[PlainDecoder, Forward] | None = None
-        """If it is a plain decoder: its parts, and what computes its prompts."""
+        self.step: tuple[Callable[[], StepModel], Forward] | None = None
+        """If the CUDA kernels may know its kind: what reads its weights for them, and what computes its prompts."""
         self.rope = find_longrope(model)
         ids = probe_ids(vocabulary_size)
         self._batch = torch.tensor([ids], device=model.device)
@@ -257,9 +275,11 @@ class ModelProbe(ForwardProbe):
             self.check(decoder, layout)
             self.check_late(FusedDecoder(parts.without_tables()), layout)
         except Exception as error:  # then the library's code runs it
-            best, steps = self.with_cuda_graphs(self._library_decoder(layout), layout, _LIBRARY_CODE, options)
+            own = self._library_decoder(layout)
+            self._read_step_model(own, layout, context_length, options)
+            best, steps = self.with_cuda_graphs(own, layout, _LIBRARY_CODE, options)
             return best, explain_not_compiled(library, steps, error)
-        self.plain = (parts, decoder)
+        self.step = (parts.step_model, decoder)
         best, steps = self.with_cuda_graphs(decoder, layout, FEW_OPERATIONS, options)
         if library is None:
             return best, steps
@@ -271,6 +291,23 @@ class ModelProbe(ForwardProbe):
         except Exception as error:
             return best, explain_not_compiled(library, steps, error)
         return compiled, COMPILED
+
+    def _read_step_model(
+        self, own: LibraryDecoder, layout: TensorLayout, context_length: int, options: EngineOptions
+    ) -> None:
+        """Before graphs are captured: weights may move. In the exact mode bits must not depend on media in a pass."""
+        with_media = self._media is not None
+        on_cuda = layout.device.type == "cuda" and layout.dtype == torch.bfloat16
+        if not on_cuda or not options.fused or self.rope is not None or (with_media and options.exact):
+            return
+        try:
+            from palaver.engines.torch.step_modules import read_step_model
+
+            base = find_decoder(self._model) if with_media else self._model.model
+            found = read_step_model(self._model, base, own, layout, self.ids, context_length)
+            self.step = (lambda: found, own)
+        except Exception as error:
+            _log.info("Decodes without CUDA kernels: %s", error)
 
     def _pick_media_forward(
         self,
@@ -299,9 +336,10 @@ class ModelProbe(ForwardProbe):
                 self.check(computes, layout)
             self.check_late(FusedDecoder(parts.without_tables()), layout)
             forward, steps = both, FEW_OPERATIONS
-            self.plain = (parts, both)
+            self.step = (parts.step_model, both)
         except Exception:  # then the library's code computes text, too
             own.interleaves = False
+            self._read_step_model(own, layout, context_length, options)
         best, steps = self.with_cuda_graphs(forward, layout, steps, options)
         return best, explain_not_compiled(library, steps, not_compiled)
 

@@ -23,6 +23,16 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from palaver.engines.core.media import MAX_EXPANSIONS, MediaCache, find_media
+from palaver.engines.core.media_processor import (
+    added_token_ids,
+    check_sound_length,
+    describe_expansion,
+    find_numbers,
+    find_options,
+    find_placeholders,
+    option_values,
+    processing_failed,
+)
 from palaver.engines.core.request import SequenceState
 from palaver.engines.torch.attention import MaskRule, TokenBlocks
 from palaver.engines.torch.batch import ForwardBatch
@@ -32,8 +42,6 @@ from palaver.generation import MediaContent, MediaExpansion, MediaItem, MediaSpa
 
 _ARGUMENTS = {"image": "images", "audio": "audio"}
 """The names of a processor's parameters."""
-_OPTIONS = ("max_slice_nums", "use_image_id")
-_FLAGS = frozenset({"use_image_id"})
 _OWN_ARGUMENTS = frozenset("input_ids inputs_embeds position_ids attention_mask past_key_values use_cache".split())
 """Arguments of a decoder that have a meaning of their own here."""
 
@@ -170,17 +178,14 @@ class MediaEncoder:
         self.model = model
         self._processor = processor
         self._lock = threading.Lock()
-        self.placeholders = _placeholders(processor)
-        self.numbers = _numbers(processor)
+        self.placeholders = find_placeholders(processor)
+        self.numbers = find_numbers(processor)
         sounds = getattr(processor, "feature_extractor", getattr(processor, "audio_processor", None))
         self.sample_rate = int(getattr(sounds, "sampling_rate", 16_000)) if "audio" in self.placeholders else 0
         splits_sound = hasattr(processor, "_retrieve_input_features")  # into pieces, as Voxtral's does
         self.max_sound_samples = 0 if splits_sound else int(getattr(sounds, "n_samples", 0))
-        """Feature extractors of Whisper silently drop the rest of a longer sound."""
-        known = getattr(getattr(processor, "image_processor", None), "valid_kwargs", None)
-        self.options = tuple(name for name in _OPTIONS if name in getattr(known, "__annotations__", {}))
-        tokenizer = processor.tokenizer
-        self._added_ids = frozenset(tokenizer.get_added_vocab().values()) | frozenset(tokenizer.all_special_ids)
+        self.options = find_options(processor)
+        self._added_ids = added_token_ids(processor.tokenizer)
         self.cache = MediaCache(self)
         self._advances: LRUCache[str, int] = LRUCache(MAX_EXPANSIONS)
         """How far each item advances rotary positions; kept when the item itself is evicted."""
@@ -201,10 +206,9 @@ class MediaEncoder:
     def process(self, item: MediaItem, content: MediaContent) -> TorchMedia:
         array = np.frombuffer(content.data, dtype=content.dtype).reshape(content.shape)
         media: Any = Image.fromarray(array) if item.kind == "image" else array
-        given = {name: bool(value) if name in _FLAGS else value for name, value in item.options}
-        options: dict[str, Any] = {"add_special_tokens": False, "return_tensors": "pt", **given}
+        options: dict[str, Any] = {"add_special_tokens": False, "return_tensors": "pt", **option_values(item)}
         if item.kind == "audio":
-            self._check_sound(content)
+            check_sound_length(content, self.max_sound_samples)
             options["sampling_rate"] = content.rate
         if item.kind in self.numbers:
             options["use_image_id"] = False  # the placeholder has the number
@@ -212,23 +216,11 @@ class MediaEncoder:
             with self._lock, quiet():
                 found = self._processor(text=[item.placeholder], **{_ARGUMENTS[item.kind]: [media]}, **options)
         except Exception as error:
-            why = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)[:300]
-            raise UnsupportedContent(f"The model's processor can't take this {item.kind}: {why}") from error
+            raise processing_failed(item.kind, error) from error
         inputs = dict(found)
         ids = tuple(int(token_id) for token_id in inputs.pop("input_ids")[0])
         inputs.pop("attention_mask", None)
-        return TorchMedia(self._expansion(ids), inputs)
-
-    def _check_sound(self, content: MediaContent) -> None:
-        if 0 < self.max_sound_samples < content.shape[0]:
-            longest = self.max_sound_samples / self.sample_rate
-            raise UnsupportedContent(f"This model hears at most {longest:g} seconds of sound at once.")
-
-    def _expansion(self, ids: tuple[int, ...]) -> MediaExpansion:
-        places = [place for place, token_id in enumerate(ids) if token_id in self._added_ids]
-        if not places:
-            raise UnsupportedContent("The model's processor writes nothing for it.")
-        return MediaExpansion(ids, places[0], len(ids) - 1 - places[-1])
+        return TorchMedia(describe_expansion(ids, self._added_ids), inputs)
 
     def attach(self, sequence: SequenceState) -> SequenceMedia:
         """The media of a sequence, whose computed tokens are known: items that are not computed are encoded. Raises
@@ -330,25 +322,6 @@ def find_decoder(model: PreTrainedModel) -> torch.nn.Module:
     while getattr(decoder, "language_model", None) is not None:
         decoder = decoder.language_model
     return decoder if isinstance(decoder, torch.nn.Module) else model
-
-
-def _placeholders(processor: Any) -> dict[str, str]:
-    """The text that a processor expands, for each kind of media that it takes."""
-    found = {}
-    parts = {"image": ("image_processor",), "audio": ("feature_extractor", "audio_processor")}
-    for kind, names in parts.items():
-        if any(getattr(processor, name, None) is not None for name in names):
-            token = getattr(processor, f"{kind}_token", None)
-            found[kind] = getattr(processor, "boi_token", token) if kind == "image" and token is None else token
-    return {kind: str(token) for kind, token in found.items() if token is not None}
-
-
-def _numbers(processor: Any) -> dict[str, str]:
-    """The text that a processor writes before an item, by kind, with the item's number for `{}`: MiniCPM numbers the
-    pictures of a conversation."""
-    if not getattr(processor, "default_use_image_id", False):
-        return {}
-    return {"image": f"{processor.image_id_start_token}{{}}{processor.image_id_end_token}"}
 
 
 def _encoded(arguments: Mapping[str, Any], core: slice) -> EncodedMedia:

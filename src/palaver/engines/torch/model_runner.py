@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ from palaver.memory import give_back_unused
 
 if TYPE_CHECKING:  # it imports transformers, which plain decoders do without
     from palaver.engines.torch.media import MediaEncoder, SequenceMedia
-    from palaver.engines.torch.plain_decoder import PlainDecoder
+    from palaver.engines.torch.step_weights import StepModel
 
 _log = logging.getLogger(__name__)
 
@@ -231,7 +231,10 @@ class TorchRunner(SlotRunner[Tensor]):
         chunks = [self._next_chunk(sequence, count) for sequence, count in zip(sequences, counts, strict=True)]
         return self._sampler.logits(self._run_by_frequencies(chunks, need_logits))
 
-    def _run_ahead(self, sequences: Sequence[SequenceState], tokens: object) -> Logits | None:
+    def _run_ahead(
+        self, sequences: Sequence[SequenceState], tokens: object, prompts: Sequence[tuple[SequenceState, int]] = ()
+    ) -> Logits | None:
+        assert not prompts, "they have passes of their own"
         if len({sequence in self._long_rope for sequence in sequences}) > 1:
             return None
         assert isinstance(tokens, Tensor)
@@ -333,33 +336,39 @@ class TorchRunner(SlotRunner[Tensor]):
 
 
 def pick_step_runner(
-    parts: PlainDecoder,
+    read: Callable[[], StepModel],
     forward: Forward,
     layout: TensorLayout,
     cache_bytes: int,
+    context_length: int,
     threads: TorchThreads,
     options: EngineOptions,
     ids: Sequence[int],
     media: MediaEncoder | None = None,
+    long_prompts: bool = True,
 ) -> tuple[TorchRunner, str] | None:
     """The runner with our own CUDA kernels, and what the bits of a reply depend on; None where they don't run the
     model: without Triton, on other devices and in other dtypes, for sizes that they don't know, or where the exact mode
-    is wanted and their bits depend on the batch."""
-    if layout.device.type != "cuda" or not options.fused:
+    is wanted and their bits depend on the batch.
+
+    `read` reads the weights as the kernels do. `forward` computes what they don't; with `long_prompts` those too."""
+    if layout.device.type != "cuda" or layout.dtype != torch.bfloat16 or not options.fused:
         return None
     try:
         from palaver.engines.torch.step_runner import StepRunner, build_step
 
+        parts = read()
         limits = options.limits or SchedulerLimits()
         max_rows = limits.max_running if options.max_running is None else options.max_running
-        step, exactness = build_step(parts, layout, forward, max_rows, options.exact, ids)
+        step, exactness, verifies = build_step(parts, layout, forward, max_rows, options.exact, ids)
     except Exception as error:
         _log.info("Decodes without CUDA kernels: %s", error)
         return None
     if options.exact and exactness != BY_TEXT:
         return None
-    length, ahead = parts.max_position, options.run_ahead
-    return StepRunner(step, forward, layout, cache_bytes, length, threads, run_ahead=ahead, media=media), exactness
+    settings: dict[str, Any] = {"run_ahead": options.run_ahead, "media": media, "long_prompts": long_prompts}
+    settings["speculate"] = verifies and options.speculate
+    return StepRunner(step, forward, layout, cache_bytes, context_length, threads, **settings), exactness
 
 
 def _half(chunk: SequenceChunk) -> int:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from palaver.engines.compiled.build import Library
 from palaver.engines.compiled.decoder import CompiledDecoder, DecoderSizes, RotaryTable
-from palaver.engines.compiled.weights import DecoderWeights, LayerWeights, Norm, Projection, Weight
+from palaver.engines.compiled.weights import DecoderWeights, LayerWeights, NormWeights, Projection, Weight
 from palaver.engines.core.decoder_config import Frequencies
 from palaver.engines.core.runner import UnsupportedModel
 from palaver.engines.torch.attention import MaskRule
@@ -24,6 +24,8 @@ from palaver.engines.torch.batch import ForwardBatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from palaver.engines.torch.step_weights import StepModel
 
 
 ATTENTION_MODULES = {"q_proj", "k_proj", "v_proj", "o_proj"}
@@ -195,7 +197,7 @@ class PlainDecoder:
     def from_model(cls, model: PreTrainedModel, max_position: int, decoder: Any = None) -> PlainDecoder:
         """The parts of a model that the library loaded, which shares their memory. `decoder`: the text decoder inside
         of a model that takes media. Raises UnsupportedModel for another kind of model."""
-        _require(decoder is not None or _children(model) == {"model", "lm_head"}, "other parts")
+        _require(decoder is not None or children(model) == {"model", "lm_head"}, "other parts")
         base: Any = model.model if decoder is None else decoder
         _check_shape(base)
         attention = base.layers[0].self_attn
@@ -222,12 +224,12 @@ class PlainDecoder:
             attention, mlp = layer.self_attn, layer.mlp
             return build_layer(
                 input_norm=_norm(layer.input_layernorm),
-                qkv_proj=_concatenate(attention.q_proj, attention.k_proj, attention.v_proj),
+                qkv_proj=concatenate(attention.q_proj, attention.k_proj, attention.v_proj),
                 qk_norm=qk_norm(attention),
-                o_proj=_concatenate(attention.o_proj),
+                o_proj=concatenate(attention.o_proj),
                 post_attention_norm=_norm(layer.post_attention_layernorm),
-                gate_up_proj=_concatenate(mlp.gate_proj, mlp.up_proj),
-                down_proj=_concatenate(mlp.down_proj),
+                gate_up_proj=concatenate(mlp.gate_proj, mlp.up_proj),
+                down_proj=concatenate(mlp.down_proj),
                 rotary=rotary,
             )
 
@@ -242,8 +244,14 @@ class PlainDecoder:
             rotary=rotary,
             layers=[decoder_layer(layer) for layer in base.layers],
             norm=_norm(base.norm),
-            lm_head=_concatenate(lm_head, share=lm_head.weight is not embedding),
+            lm_head=concatenate(lm_head, share=lm_head.weight is not embedding),
         )
+
+    def step_model(self) -> StepModel:
+        """The weights as the CUDA kernels read them. Raises UnsupportedModel where they can't compute the model."""
+        from palaver.engines.torch.step_weights import StepModel  # needs Triton
+
+        return StepModel.of(self)
 
     def without_tables(self) -> PlainDecoder:
         """The same parts, for a few passes at late positions."""
@@ -278,7 +286,7 @@ def transpose_weights(weight: Tensor) -> Tensor:
     return weight.t().contiguous() if weight.device.type == "cpu" else weight.t()
 
 
-def _concatenate(*modules: nn.Linear, share: bool = True) -> Linear:
+def concatenate(*modules: nn.Linear, share: bool = True) -> Linear:
     """One matrix for all modules, whose own weights become views of it: the memory is not doubled."""
     weight = transpose_weights(torch.cat([module.weight for module in modules]))
     biases = [module.bias for module in modules]
@@ -300,18 +308,18 @@ def _check_shape(base: Any) -> None:
     rope = getattr(config, "rope_parameters", None) or {}
     _require(rope.get("rope_type", "default") in STATIC_ROPE, "angles that depend on the length")
     _require("llama_4_scaling_beta" not in rope, "queries that are scaled by their position")
-    _require(_children(base) == {"embed_tokens", "layers", "norm", "rotary_emb"}, "other parts")
+    _require(children(base) == {"embed_tokens", "layers", "norm", "rotary_emb"}, "other parts")
     for layer in base.layers:
-        _require(_children(layer) == LAYER_MODULES, "other parts in its layers")
+        _require(children(layer) == LAYER_MODULES, "other parts in its layers")
         others = {"q_norm", "k_norm", "rotary_emb"}
-        _require(_children(layer.self_attn) - others == ATTENTION_MODULES, "another attention")
-        _require(_children(layer.mlp) - {"act_fn"} == MLP_MODULES, "another feed-forward part")
+        _require(children(layer.self_attn) - others == ATTENTION_MODULES, "another attention")
+        _require(children(layer.mlp) - {"act_fn"} == MLP_MODULES, "another feed-forward part")
         for linear in [*layer.self_attn.children(), *layer.mlp.children()]:
             plain = not isinstance(linear, nn.Linear) or type(linear) is nn.Linear
             _require(plain and all(p.is_floating_point() for p in linear.parameters()), "quantised weights")
 
 
-def _children(module: nn.Module) -> set[str]:
+def children(module: nn.Module) -> set[str]:
     return {name for name, _ in module.named_children()}
 
 
@@ -408,8 +416,8 @@ def _layer_weights(layer: DecoderLayer, intermediate_size: int) -> LayerWeights:
     )
 
 
-def _norm_weights(norm: RMSNorm) -> Norm:
-    return Norm(norm.weight.numpy(), norm.epsilon)
+def _norm_weights(norm: RMSNorm) -> NormWeights:
+    return NormWeights(norm.weight.numpy(), norm.epsilon)
 
 
 def _projection_weights(linear: Linear, start: int = 0, stop: int | None = None) -> Projection:

@@ -201,6 +201,7 @@ class SnapshotRunner:
         media: MediaEncoder | None = None,
     ) -> None:
         self.reuse = "snapshots" if abilities.copies else f"none: {abilities.reason}"
+        self.mixed_tokens = None
         self.run_ahead = None
         self.verify_drafts = None
         self.supports_batching = False

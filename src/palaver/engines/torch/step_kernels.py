@@ -35,6 +35,8 @@ ALIGNMENT = tl.constexpr(16)
 """Bytes of which addresses in the cache are multiples. Triton doesn't know it of addresses that are read from memory,
 and would load number by number."""
 NO_KEY = tl.constexpr(-1e30)
+SWIGLU_ALPHA = tl.constexpr(1.702)
+SWIGLU_LIMIT = tl.constexpr(7.0)
 FLUSH = tl.constexpr(2.0**-30)
 """Weights below this part of a tile's greatest one count as 0: sums of the others are exact in float64."""
 
@@ -55,7 +57,7 @@ def _prefetch(pointers):
 
 @triton.jit
 def _mix(x):
-    """The finaliser of splitmix64, as in `core/processor.py`."""
+    """The finaliser of splitmix64, as in `core/rng.py`."""
     x = x + 0x9E3779B97F4A7C15
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB
@@ -74,6 +76,7 @@ def _embed(
     hidden_ptr,
     scaled_ptr,
     squares_ptr,
+    scale,
     K: tl.constexpr,
     BK: tl.constexpr,
     NT: tl.constexpr,
@@ -81,13 +84,14 @@ def _embed(
     SETTINGS: tl.constexpr,
     SAMPLES: tl.constexpr,
 ):
-    """The embedding of each row's token, the same times the first norm's gain, and its sum of squares. SAMPLES: also
-    the row's random number, by its position in the reply."""
+    """The scaled embedding of each row's token, the same times the first norm's gain, and its sum of squares. SAMPLES:
+    also the row's random number, by its position in the reply."""
     row = tl.program_id(0)
     k = tl.arange(0, BK)
     inside = k < K
     token = tl.load(id_ptr + row)
     x = tl.load(embedding_ptr + token * K + k, mask=inside, other=0.0)
+    x = (x.to(tl.float32) * scale).to(x.dtype)
     tl.store(hidden_ptr + row.to(tl.int64) * K + k, x, mask=inside)
     wide = x.to(tl.float32)
     gain = tl.load(gain_ptr + k, mask=inside, other=0.0).to(tl.float32)
@@ -104,14 +108,46 @@ def _embed(
 
 
 @triton.jit
-def _advance(results_ptr, id_ptr, position_ptr, rotary_ptr, live_ptr, WIDTH: tl.constexpr):
+def _advance(results_ptr, sampled_ptr, id_ptr, position_ptr, rotary_ptr, live_ptr, WIDTH: tl.constexpr):
     """Moves each row on to the token that was sampled for it. Rows of padding stay where they are."""
     row = tl.program_id(0)
     live = tl.load(live_ptr + row)
     token = tl.load(results_ptr + row * WIDTH).to(tl.int64)
+    tl.store(sampled_ptr + row, token)
     tl.store(id_ptr + row, token * live)
     tl.store(position_ptr + row, tl.load(position_ptr + row) + live)
     tl.store(rotary_ptr + row, tl.load(rotary_ptr + row) + live)
+
+
+@triton.jit(do_not_specialize=["size", "table_size", "rows"])
+def _load_rows(
+    new_ptr,
+    sampled_ptr,
+    table_ptr,
+    settings_ptr,
+    size,
+    table_size,
+    rows,
+    FIELDS: tl.constexpr,
+    SETTINGS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Replaces the first `size` rows of the table, and the settings of `rows` of them, by new ones.
+
+    A row's first field is its token, unless its source, the line after the fields, is a row of the last step: then it
+    is the token that was sampled there. The lines of the settings come last.
+    """
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = row < size
+    source = tl.load(new_ptr + FIELDS * size + row, mask=inside, other=-1)
+    for field in tl.static_range(FIELDS):
+        value = tl.load(new_ptr + field * size + row, mask=inside, other=0)
+        if field == 0:
+            value = tl.where(source >= 0, tl.load(sampled_ptr + source, mask=inside & (source >= 0), other=0), value)
+        tl.store(table_ptr + field * table_size + row, value, mask=inside)
+    for setting in tl.static_range(SETTINGS):
+        bits = tl.load(new_ptr + (FIELDS + 1 + setting) * size + row, mask=row < rows, other=0)
+        tl.store(settings_ptr + row * SETTINGS + setting, bits.to(tl.float64, bitcast=True), mask=row < rows)
 
 
 @triton.jit
@@ -130,8 +166,14 @@ def _norm_and_rotate(a, b, gain_a, gain_b, cos, sin, epsilon, D: tl.constexpr, N
 
 
 @triton.jit
-def _tile_weights(x, seen, dtype: tl.constexpr):
+def _tanh(x):
+    return 2 * tl.sigmoid(2 * x) - 1
+
+
+@triton.jit
+def _tile_weights(x, seen, scale, softcap, SOFTCAP: tl.constexpr, dtype: tl.constexpr):
     """The maximum of a tile's scores, the weights relative to it, and their sum."""
+    x = softcap * LOG2E * _tanh(x * (scale / softcap)) if SOFTCAP else x * (scale * LOG2E)
     x = tl.where(seen, x, NO_KEY)
     top = tl.max(x, 1)
     weights = tl.exp2(x - top[:, None])
@@ -139,7 +181,7 @@ def _tile_weights(x, seen, dtype: tl.constexpr):
     return top, weights, tl.sum(weights.to(tl.float64), 1).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["layer", "entries"])
+@triton.jit(do_not_specialize=["layer", "entries", "window"])
 def _attend(
     qkv_ptr,
     base_ptr,
@@ -157,6 +199,8 @@ def _attend(
     entries,
     scale,
     epsilon,
+    window,
+    softcap,
     H: tl.constexpr,
     KVH: tl.constexpr,
     G: tl.constexpr,
@@ -165,6 +209,8 @@ def _attend(
     T: tl.constexpr,
     PROGRAMS: tl.constexpr,
     NORM: tl.constexpr,
+    ROTATED: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -172,7 +218,8 @@ def _attend(
 
     A row's keys of layer 0 are at the address `base`; keys and values of the layers alternate, `member` elements apart;
     heads are `head` elements apart. Also norms and rotates the new key; the program with the last tile writes it, with
-    its value, to the cache before it reads the tile.
+    its value, to the cache before it reads the tile. ROTATED: `_rotate_and_write` has done all that. `window`: how many
+    tokens a token sees, itself included.
     """
     HALF: tl.constexpr = D // 2
     dtype: tl.constexpr = qkv_ptr.dtype.element_ty
@@ -188,8 +235,10 @@ def _attend(
     if PDL:
         gdc_launch_dependents()
     tiles = position // T + 1
-    per = (tiles + PROGRAMS - 1) // PROGRAMS
-    if program * per >= tiles:
+    first = tl.maximum(position - window + 1, 0) // T
+    per = (tiles - first + PROGRAMS - 1) // PROGRAMS
+    begin = first + program * per
+    if begin >= tiles:
         return
     keys = tl.multiple_of(base.to(tl.pointer_type(dtype)) + 2 * layer * member + kv_head * head_stride, ALIGNMENT)
     values = tl.multiple_of(keys + member, ALIGNMENT)
@@ -197,7 +246,7 @@ def _attend(
     whole = tl.arange(0, D)
     group = tl.arange(0, GP)
     token = tl.arange(0, T)
-    lines = program * per * T * D + tl.arange(0, T * D // 64) * 64
+    lines = begin * T * D + tl.arange(0, T * D // 64) * 64
     _prefetch(keys + lines)
     _prefetch(values + lines)
     cos = tl.load(cos_ptr + rotary * HALF + half)[None, :]
@@ -213,20 +262,20 @@ def _attend(
     in_group = (group < G)[:, None]
     a = tl.load(query, mask=in_group, other=0.0)
     b = tl.load(query + HALF, mask=in_group, other=0.0)
-    a, b = _norm_and_rotate(a, b, query_gain_a, query_gain_b, cos, sin, epsilon, D, NORM, dtype)
-    new = mine + (H + kv_head) * D + half[None, :]
-    new_a = tl.load(new)
-    new_b = tl.load(new + HALF)
-    new_a, new_b = _norm_and_rotate(new_a, new_b, key_gain_a, key_gain_b, cos, sin, epsilon, D, NORM, dtype)
-    new_value = tl.load(mine + (H + KVH + kv_head) * D + whole[None, :])
-    if (program + 1) * per >= tiles:
-        here = position.to(tl.int64) * D
-        tl.store(keys + here + half[None, :], new_a)
-        tl.store(keys + here + HALF + half[None, :], new_b)
-        tl.store(values + here + whole[None, :], new_value)
-        tl.debug_barrier()  # this program reads them in its last tile
-    log_scale = scale * LOG2E
-    for tile in tl.range(program * per, tl.minimum((program + 1) * per, tiles), num_stages=STAGES):
+    if not ROTATED:
+        a, b = _norm_and_rotate(a, b, query_gain_a, query_gain_b, cos, sin, epsilon, D, NORM, dtype)
+        new = mine + (H + kv_head) * D + half[None, :]
+        new_a = tl.load(new)
+        new_b = tl.load(new + HALF)
+        new_a, new_b = _norm_and_rotate(new_a, new_b, key_gain_a, key_gain_b, cos, sin, epsilon, D, NORM, dtype)
+        new_value = tl.load(mine + (H + KVH + kv_head) * D + whole[None, :])
+        if begin + per >= tiles:
+            here = position.to(tl.int64) * D
+            tl.store(keys + here + half[None, :], new_a)
+            tl.store(keys + here + HALF + half[None, :], new_b)
+            tl.store(values + here + whole[None, :], new_value)
+            tl.debug_barrier()  # this program reads them in its last tile
+    for tile in tl.range(begin, tl.minimum(begin + per, tiles), num_stages=STAGES):
         at = tile * T + token
         known = (at <= position)[:, None]
         here = at[:, None] * D
@@ -235,7 +284,8 @@ def _attend(
         v = tl.load(values + here + whole[None, :], mask=known, other=0.0)
         x = tl.dot(a, tl.trans(k_a), input_precision="ieee")
         x = tl.dot(b, tl.trans(k_b), x, input_precision="ieee")
-        top, weights, total = _tile_weights(x * log_scale, (at <= position)[None, :], dtype)
+        seen = ((at <= position) & (at > position - window))[None, :]
+        top, weights, total = _tile_weights(x, seen, scale, softcap, SOFTCAP, dtype)
         out = tl.dot(weights, v, input_precision="ieee")
         entry = ((pid * entries + tile) * GP + group).to(tl.int64)
         tl.store(partial_ptr + entry[:, None] * D + whole[None, :], out, mask=in_group)
@@ -243,29 +293,42 @@ def _attend(
         tl.store(sums_ptr + entry * 2 + 1, total, mask=group < G)
 
 
-@triton.jit(do_not_specialize=["entries"])
+@triton.jit
+def _with_sink(top, total, sink):
+    """The sum of the weights with a sink among them, and the factor of what was summed so far."""
+    new_top = tl.maximum(top, sink)
+    scale = tl.exp2(top - new_top)
+    return total * scale + tl.exp2(sink - new_top), scale
+
+
+@triton.jit(do_not_specialize=["entries", "window"])
 def _join(
     partial_ptr,
     sums_ptr,
     position_ptr,
+    sinks_ptr,
     out_ptr,
     entries,
+    window,
     H: tl.constexpr,
     KVH: tl.constexpr,
     G: tl.constexpr,
     GP: tl.constexpr,
     D: tl.constexpr,
     T: tl.constexpr,
+    SINKS: tl.constexpr,
     AT_ONCE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Merges the tiles of one row and head in order."""
+    """Merges the tiles of one row and head in order. SINKS: a score of the head that takes a share of the weights."""
     pid = tl.program_id(0)
     row = pid // H
     head = pid % H
-    tiles = tl.load(position_ptr + row).to(tl.int32) // T + 1
+    position = tl.load(position_ptr + row).to(tl.int32)
+    first_tile = tl.maximum(position - window + 1, 0) // T
+    tiles = position // T + 1 - first_tile
     whole = tl.arange(0, D)
-    first = ((row * KVH + head // G) * entries * GP + head % G).to(tl.int64)
+    first = (((row * KVH + head // G) * entries + first_tile) * GP + head % G).to(tl.int64)
     top = tl.full([], NO_KEY, tl.float32)
     total = tl.full([], 0.0, tl.float32)
     out = tl.zeros([D], tl.float32)
@@ -285,6 +348,10 @@ def _join(
             total = total * old + tile_total * new
             out = out * old + tile_out * new
             top = new_top
+    if SINKS:
+        sink = tl.load(sinks_ptr + head).to(tl.float32) * LOG2E
+        total, scale = _with_sink(top, total, sink)
+        out *= scale
     tl.store(out_ptr + pid.to(tl.int64) * D + whole, (out / total).to(out_ptr.dtype.element_ty))
 
 
@@ -338,52 +405,65 @@ def _rotate_and_write(
         tl.store(cache + HALF + half, b)
 
 
-@triton.jit(do_not_specialize=["base", "member", "head_stride", "start", "count", "layer"])
+@triton.jit(do_not_specialize=["layer", "window"])
 def _attend_prefill(
     qkv_ptr,
+    sinks_ptr,
     out_ptr,
-    base,
-    member,
-    head_stride,
-    start,
-    count,
+    base_ptr,
+    member_ptr,
+    head_ptr,
+    position_ptr,
+    block_ptr,
+    queries_ptr,
     layer,
     scale,
+    window,
+    softcap,
     H: tl.constexpr,
     KVH: tl.constexpr,
     G: tl.constexpr,
     GP: tl.constexpr,
     D: tl.constexpr,
     T: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr,
     QUERIES: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Attention of `count` new tokens of one sequence, from position `start` on: tile by tile as in `_attend`, merged
-    as in `_join`. Program (i, head) computes QUERIES of them."""
+    """Attention of new tokens of prompts: tile by tile as in `_attend`, merged as in `_join`.
+
+    Program (i, head) computes block i: up to QUERIES tokens of one sequence, in rows that follow each other."""
     HALF: tl.constexpr = D // 2
     dtype: tl.constexpr = qkv_ptr.dtype.element_ty
-    block = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest first
     kv_head = tl.program_id(1)
-    keys = base.to(tl.int64).to(tl.pointer_type(dtype))
-    keys = tl.multiple_of(keys + 2 * layer.to(tl.int64) * member + kv_head.to(tl.int64) * head_stride, ALIGNMENT)
+    count = tl.load(queries_ptr + tl.program_id(0)).to(tl.int32)
+    if count == 0:
+        return
+    first = tl.load(block_ptr + tl.program_id(0))
+    start = tl.load(position_ptr + first).to(tl.int32)
+    member = tl.load(member_ptr + first)
+    keys = tl.load(base_ptr + first).to(tl.pointer_type(dtype))
+    keys = tl.multiple_of(keys + 2 * layer * member + kv_head * tl.load(head_ptr + first), ALIGNMENT)
     values = tl.multiple_of(keys + member, ALIGNMENT)
     half = tl.arange(0, HALF)
     whole = tl.arange(0, D)
     token = tl.arange(0, T)
     rows = tl.arange(0, QUERIES * GP)
-    query = block * QUERIES + rows // GP
+    query = rows // GP
     head = kv_head * G + rows % GP
     valid = (query < count) & (rows % GP < G)
     position = start + query
-    mine = qkv_ptr + (query.to(tl.int64) * (H + 2 * KVH) + head)[:, None] * D + half[None, :]
+    row = first + query
+    mine = qkv_ptr + (row * (H + 2 * KVH) + head)[:, None] * D + half[None, :]
     a = tl.load(mine, mask=valid[:, None], other=0.0)
     b = tl.load(mine + HALF, mask=valid[:, None], other=0.0)
     top = tl.full([QUERIES * GP], NO_KEY, tl.float32)
     total = tl.zeros([QUERIES * GP], tl.float32)
     out = tl.zeros([QUERIES * GP, D], tl.float32)
-    log_scale = scale * LOG2E
-    tiles = (start + tl.minimum(block * QUERIES + QUERIES, count) - 1) // T + 1
-    for tile in tl.range(0, tiles, num_stages=STAGES):
+    tiles = (start + count - 1) // T + 1
+    first_tile = tl.maximum(start - window + 1, 0) // T
+    for tile in tl.range(first_tile, tiles, num_stages=STAGES):
         at = tile * T + token
         known = (at < start + count)[:, None]
         here = at[:, None] * D
@@ -392,8 +472,8 @@ def _attend_prefill(
         v = tl.load(values + here + whole[None, :], mask=known, other=0.0)
         x = tl.dot(a, tl.trans(k_a), input_precision="ieee")
         x = tl.dot(b, tl.trans(k_b), x, input_precision="ieee")
-        seen = at[None, :] <= position[:, None]
-        tile_top, weights, tile_total = _tile_weights(x * log_scale, seen, dtype)
+        seen = (at[None, :] <= position[:, None]) & (at[None, :] > position[:, None] - window)
+        tile_top, weights, tile_total = _tile_weights(x, seen, scale, softcap, SOFTCAP, dtype)
         tile_out = tl.dot(weights, v, input_precision="ieee")
         new_top = tl.maximum(top, tile_top)
         old = tl.exp2(top - new_top)
@@ -401,8 +481,34 @@ def _attend_prefill(
         total = total * old + tile_total * new
         out = out * old[:, None] + tile_out * new[:, None]
         top = new_top
-    place = out_ptr + (query.to(tl.int64) * H + head)[:, None] * D + whole[None, :]
+    if SINKS:
+        sink = tl.load(sinks_ptr + head, mask=valid, other=0.0).to(tl.float32) * LOG2E
+        total, factor = _with_sink(top, total, sink)
+        out *= factor[:, None]
+    place = out_ptr + (row * H + head)[:, None] * D + whole[None, :]
     tl.store(place, (out / total[:, None]).to(out_ptr.dtype.element_ty), mask=valid[:, None])
+
+
+@triton.jit
+def _softcap(x, SOFTCAP: tl.constexpr):
+    """SOFTCAP 0: none."""
+    if SOFTCAP > 0:
+        x = SOFTCAP * _tanh(x / SOFTCAP)
+    return x
+
+
+@triton.jit
+def _activate(gate, up, ACTIVATION: tl.constexpr):
+    if ACTIVATION == "silu":
+        gate = gate * tl.sigmoid(gate)
+    elif ACTIVATION == "gelu_tanh":
+        gate = gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
+    else:
+        tl.static_assert(ACTIVATION == "clamped_swiglu")
+        gate = tl.minimum(gate, SWIGLU_LIMIT)
+        up = tl.minimum(tl.maximum(up, -SWIGLU_LIMIT), SWIGLU_LIMIT) + 1
+        gate = gate * tl.sigmoid(SWIGLU_ALPHA * gate)
+    return gate * up
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -431,6 +537,8 @@ def _linear(
     NTP: tl.constexpr,
     BIAS: tl.constexpr,
     GLU: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     RESIDUAL: tl.constexpr,
     PDL: tl.constexpr,
     DISTANCE: tl.constexpr,
@@ -442,8 +550,8 @@ def _linear(
     program. DISTANCE: for how many tiles ahead the L2 is asked for weights. EARLY: the next kernel may start at once,
     not only near the end.
     NT > 0: x lacks a norm, and the result is scaled by it, from NT partial sums of squares. GLU: the weights are those
-    of gate and up, and the result silu(gate) * up. RESIDUAL: adds to `out`; also writes the sum times the next norm's
-    gain, and its sums of squares.
+    of gate and up, and the result is that of ACTIVATION. RESIDUAL: adds to `out`; also writes the sum times the next
+    norm's gain, and its sums of squares.
     """
     pid = tl.program_id(0)
     row_tiles = (rows + BM - 1) // BM
@@ -523,8 +631,11 @@ def _linear(
             b *= norm[None, :]
     if BIAS:
         a += tl.load(bias_ptr + n).to(tl.float32)[:, None]
+        if GLU:
+            b += tl.load(bias_ptr + N + n).to(tl.float32)[:, None]
     if GLU:
-        a = a * tl.sigmoid(a) * b
+        a = _activate(a, b, ACTIVATION)
+    a = _softcap(a, SOFTCAP)
     place = m[None, :].to(tl.int64) * N + n[:, None]
     if RESIDUAL:
         dtype: tl.constexpr = out_ptr.dtype.element_ty
@@ -554,6 +665,8 @@ def _matvec(
     NORM: tl.constexpr,
     BIAS: tl.constexpr,
     GLU: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     RESIDUAL: tl.constexpr,
     PDL: tl.constexpr,
     AHEAD: tl.constexpr,
@@ -611,7 +724,11 @@ def _matvec(
     if BIAS:
         y += tl.load(bias_ptr + n).to(tl.float32)
     if GLU:
-        y = y * tl.sigmoid(y) * (tl.sum(b, 1) * norm)
+        up = tl.sum(b, 1) * norm
+        if BIAS:
+            up += tl.load(bias_ptr + N + n).to(tl.float32)
+        y = _activate(y, up, ACTIVATION)
+    y = _softcap(y, SOFTCAP)
     if RESIDUAL:
         y += tl.load(out_ptr + n).to(tl.float32)
     tl.store(out_ptr + n, y.to(out_ptr.dtype.element_ty))
@@ -622,6 +739,62 @@ def _load_weights(pointers, k, K: tl.constexpr, EVEN: tl.constexpr):
     if EVEN:
         return tl.load(pointers, eviction_policy="evict_first")
     return tl.load(pointers, mask=(k < K)[None, :], other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
+def _add(
+    part_ptr,
+    route_ptr,
+    count_ptr,
+    own_gain_ptr,
+    gain_ptr,
+    hidden_ptr,
+    scaled_ptr,
+    squares_ptr,
+    epsilon,
+    K: tl.constexpr,
+    BK: tl.constexpr,
+    TOP: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    COUNTS: tl.constexpr,
+    NORM: tl.constexpr,
+    NT: tl.constexpr,
+    NTP: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Adds the result of a layer's part to the residual of each row; also writes the sum times the next norm's gain,
+    and its sum of squares, as `_linear` does.
+
+    EXPERTS: the result is the weighted sum of TOP parts, and the experts' lists are emptied. NORM: it is normed first.
+    """
+    row = tl.program_id(0)
+    k = tl.arange(0, BK)
+    inside = k < K
+    dtype: tl.constexpr = hidden_ptr.dtype.element_ty
+    gain = tl.load(gain_ptr + k, mask=inside, other=0.0).to(tl.float32)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    y = tl.zeros([BK], tl.float32)
+    for i in tl.static_range(TOP):
+        part = tl.load(part_ptr + (row * TOP + i).to(tl.int64) * K + k, mask=inside, other=0.0).to(tl.float32)
+        y += part * tl.load(route_ptr + row * TOP + i) if EXPERTS else part
+    if EXPERTS:  # noqa: SIM102 (known when the kernel is compiled)
+        if row == 0:
+            place = tl.arange(0, COUNTS)
+            tl.store(count_ptr + place, tl.zeros([COUNTS], tl.int32))
+    if NORM:
+        wide = y.to(dtype).to(tl.float32)
+        mean = tl.sum(wide.to(tl.float64) * wide.to(tl.float64), 0).to(tl.float32) / K
+        y = wide * tl.rsqrt(mean + epsilon) * tl.load(own_gain_ptr + k, mask=inside, other=0.0).to(tl.float32)
+    hidden = hidden_ptr + row.to(tl.int64) * K + k
+    total = (y + tl.load(hidden, mask=inside, other=0.0).to(tl.float32)).to(dtype)
+    tl.store(hidden, total, mask=inside)
+    wide = total.to(tl.float32)
+    tl.store(scaled_ptr + row.to(tl.int64) * K + k, (wide * gain).to(dtype), mask=inside)
+    index = tl.arange(0, NTP)
+    squares = tl.sum(wide.to(tl.float64) * wide.to(tl.float64), 0)
+    tl.store(squares_ptr + row * NT + index, tl.where(index == 0, squares, 0.0), mask=index < NT)
 
 
 def next_power(n: int) -> int:
@@ -642,6 +815,7 @@ def embed(
     hidden: Tensor,
     scaled: Tensor,
     squares: Tensor,
+    scale: float,
 ) -> None:
     """`settings`: those of the sampler, which get each row's random number."""
     rows, size = hidden.shape
@@ -657,6 +831,7 @@ def embed(
         hidden,
         scaled,
         squares,
+        scale,
         K=size,
         BK=next_power(size),
         NT=parts,
@@ -667,6 +842,24 @@ def embed(
     )
 
 
-def advance(results: Tensor, inputs: Mapping[str, Tensor], rows: int) -> None:
+def advance(results: Tensor, sampled: Tensor, inputs: Mapping[str, Tensor], rows: int) -> None:
     columns = (inputs[name] for name in ("token", "position", "rotary", "live"))
-    _advance[(rows,)](results, *columns, WIDTH=results.shape[1], num_warps=1)
+    _advance[(rows,)](results, sampled, *columns, WIDTH=results.shape[1], num_warps=1)
+
+
+def load_rows(new: Tensor, sampled: Tensor, table: Tensor, settings: Tensor) -> None:
+    """`new`: [fields, source and settings, rows], all as integers; see `_load_rows`."""
+    size = new.shape[1]
+    _load_rows[(-(-size // 128),)](
+        new,
+        sampled,
+        table,
+        settings,
+        size,
+        table.shape[1],
+        min(size, len(settings)),
+        FIELDS=table.shape[0],
+        SETTINGS=settings.shape[1],
+        BLOCK=128,
+        num_warps=4,
+    )

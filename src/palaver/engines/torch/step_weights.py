@@ -1,20 +1,28 @@
-"""The weights of a plain decoder as its CUDA step reads them: what the kernels can compute, and how each product is
-divided among them."""
+"""The weights of a decoder as its CUDA step reads them: what the kernels can compute, and how each product is divided
+among them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from palaver.engines.core.runner import UnsupportedModel
-from palaver.engines.torch import step_kernels
+from palaver.engines.torch import mxfp4, step_kernels
 from palaver.engines.torch.plain_decoder import DecoderLayer, Linear, PlainDecoder
 
 ROWS = 32
 """Rows of a tile in a decode step."""
+PREFILL_ROWS = 64
+"""Queries of all heads that one program of a prefill attends for."""
+EXPERT_ROWS = 16
+"""The same for the rows of one expert."""
+NO_WINDOW = 1 << 30
+"""The window of a layer that sees all tokens."""
 
 
 class TileShape(NamedTuple):
@@ -49,6 +57,25 @@ TILES: dict[tuple[int, int], TileShape] = {
     (1024, 3072): TileShape(ROWS, 64, 128, 3, 4, 6),
 }
 """By the numbers of outputs and inputs: what was quickest on an H200."""
+MIXED_TILES: dict[tuple[int, int], tuple[tuple[int, TileShape], ...]] = {
+    (6144, 4096): (
+        (128, TileShape(64, 64, 64, 5)),
+        (256, TileShape(128, 128, 64, 4, 8)),
+        (512, TileShape(128, 128, 64, 3, 8)),
+        (0, TileShape(128, 128, 64, 4, 8)),
+    ),
+    (4096, 4096): ((128, TileShape(64, 64, 128, 4)), (256, TileShape(64, 64, 64, 5))),
+    (4096, 12288): ((128, TileShape(64, 64, 128, 4)), (256, TileShape(64, 64, 64, 5))),
+    (4096, 1024): (
+        (128, TileShape(64, 64, 128, 4)),
+        (256, TileShape(64, 64, 64, 5)),
+        (512, TileShape(128, 128, 64, 4, 8)),
+    ),
+    (1024, 2048): ((512, TileShape(64, 64, 128, 4)), (0, TileShape(64, 128, 64, 4, 8))),
+    (3072, 1024): ((128, TileShape(64, 64, 128, 4)), (256, TileShape(64, 128, 64, 4, 8))),
+    (1024, 3072): ((0, TileShape(64, 128, 64, 4, 8)),),
+}
+"""The same for passes with prompts: up to how many rows each; 0: for all."""
 VECTORS: dict[tuple[int, int], VectorShape] = {
     (6144, 4096): VectorShape(4, 4096, 8),
     (4096, 4096): VectorShape(8, 2048, 8),
@@ -66,6 +93,8 @@ BUSY_TILES = 128
 """Tiles of outputs from which a product keeps the whole device busy."""
 MIN_PART = 768
 """Inputs that a part of a product has at least."""
+MAX_ROUTER_PARTS = 16
+"""In how many parts the inputs of a router are summed at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,19 +108,18 @@ class TiledProjection:
     inputs: int
     split: int
     tile: TileShape
-    prefill_tile: TileShape
+    prefill_tiles: tuple[tuple[int, TileShape], ...]
+    """By the number of rows up to which each is taken; the last one for all others."""
     vector: VectorShape
 
     @classmethod
-    def of(cls, linear: Linear, gated: bool = False) -> TiledProjection:
-        """`gated`: its outputs are those of gate and up, one after the other."""
+    def of(cls, linear: Linear, gated: bool = False, router: bool = False) -> TiledProjection:
+        """`gated`: its outputs are those of gate and up, one after the other. `router`: it has very few outputs."""
         weight = linear.weight.t().contiguous()
         outputs, inputs = weight.shape[0] // (2 if gated else 1), weight.shape[1]
         if outputs % 64 or inputs % 64:
             raise UnsupportedModel("sizes that are no multiples of 64")
-        if gated and linear.bias is not None:
-            raise UnsupportedModel("a bias in its feed-forward part")
-        split = 1 if gated else _split(outputs, inputs)
+        split = 1 if gated else _router_split(inputs) if router else _split(outputs, inputs)
         depth = 128 if inputs // split % 128 == 0 else 64
         tile = TILES.get((outputs, inputs), TileShape(ROWS, 64, depth, 4))
         vector = VECTORS.get((outputs, inputs)) or VectorShape(
@@ -99,7 +127,12 @@ class TiledProjection:
         )
         prefill = TileShape(128, 128, 64, 3 if split == 1 and not gated else 4, 8)
         prefill = prefill if outputs % 128 == 0 else TileShape(128, 64, 64, 3)
-        return cls(weight, linear.bias, outputs, inputs, split, tile, prefill, vector)
+        tiles = (*MIXED_TILES.get((outputs, inputs), ()), (0, prefill))
+        return cls(weight, linear.bias, outputs, inputs, split, tile, tiles, vector)
+
+    def prefill_tile(self, rows: int) -> TileShape:
+        """For a pass over so many rows with prompts."""
+        return next(tile for most, tile in self.prefill_tiles if rows <= most or not most)
 
 
 def _split(outputs: int, inputs: int) -> int:
@@ -114,50 +147,160 @@ def _split(outputs: int, inputs: int) -> int:
     return split
 
 
+def _router_split(inputs: int) -> int:
+    parts = range(1, MAX_ROUTER_PARTS + 1)
+    return max(split for split in parts if inputs // 64 % split == 0)
+
+
+def pad_outputs(linear: Linear, value: float) -> Linear:
+    """The layer with outputs of this value for all inputs behind its own, up to a multiple of 64."""
+    weight = linear.weight
+    missing = -weight.shape[1] % 64
+    if missing == 0:
+        return linear
+    bias = weight.new_zeros(weight.shape[1]) if linear.bias is None else linear.bias
+    return Linear(F.pad(weight.t(), (0, 0, 0, missing)).t(), F.pad(bias, (0, missing), value=value))
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertProjection:
+    """The linear layers of all experts of a layer."""
+
+    weight: Tensor
+    """[experts, out, in]; blocks of `mxfp4.py` where there are exponents."""
+    exponents: Tensor | None
+    bias: Tensor | None
+    outputs: int
+    inputs: int
+    interleaved: bool
+    """Whether outputs of gate and up take turns, and don't follow each other."""
+    tile: TileShape
+    prefill_tile: TileShape
+    vector: VectorShape
+
+    @classmethod
+    def of(
+        cls, weight: Tensor, bias: Tensor | None = None, gated: bool = False, interleaved: bool = False
+    ) -> ExpertProjection:
+        outputs, inputs = weight.shape[1] // (2 if gated else 1), weight.shape[2]
+        if outputs % 64 or inputs % 64:
+            raise UnsupportedModel("sizes that are no multiples of 64")
+        assert weight.is_contiguous()
+        depth = 128 if inputs % 128 == 0 else 64
+        wide = outputs % 128 == 0 and not gated
+        prefill = TileShape(64, 128, 64, 3, 8) if wide else TileShape(64, 64, 64, 3)
+        vector = VectorShape(4, min(1024, step_kernels.next_power(inputs)), 4)
+        tile, exponents = TileShape(EXPERT_ROWS, 64, depth, 3), None
+        narrow = _encode(weight, interleaved)
+        if narrow is not None:
+            weight, exponents = narrow
+            tile, prefill = (
+                TileShape(EXPERT_ROWS, mxfp4.BLOCK, mxfp4.BLOCK, 4),
+                TileShape(64, mxfp4.BLOCK, mxfp4.BLOCK, 3),
+            )
+        return cls(weight, exponents, bias, outputs, inputs, interleaved, tile, prefill, vector)
+
+
+def _encode(weight: Tensor, interleaved: bool) -> tuple[Tensor, Tensor] | None:
+    """The weights in mxfp4 if that loses nothing, and if there is memory for it."""
+    if weight.is_cuda and torch.cuda.mem_get_info(weight.device)[0] < weight.nbytes:
+        return None
+    return mxfp4.encode_experts(weight, interleaved)
+
+
+@dataclass(frozen=True, slots=True)
+class FeedForward:
+    gate_up: TiledProjection
+    down: TiledProjection
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """A feed-forward part in which each row takes a few of many experts."""
+
+    router: TiledProjection
+    """Its outputs are padded."""
+    count: int
+    top_k: int
+    normalised: bool
+    """Whether the weights of the chosen experts sum to 1."""
+    gate_up: ExpertProjection
+    down: ExpertProjection
+
+    @property
+    def narrow(self) -> bool:
+        """Whether weights are in mxfp4, which only tiles read."""
+        return self.gate_up.exponents is not None or self.down.exponents is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """How the heads of a layer attend."""
+
+    scale: float
+    rotary: int
+    """The number of the layer's rotary table."""
+    window: int = NO_WINDOW
+    """How many tokens a token sees, itself included."""
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    """A score of each head that takes a share of the weights."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepLayer:
     input_gain: Tensor
     qkv: TiledProjection
     query_gain: Tensor
     key_gain: Tensor
+    attention: Attention
     output: TiledProjection
-    post_attention_gain: Tensor
-    gate_up: TiledProjection
-    down: TiledProjection
+    output_gain: Tensor | None
+    """Of the norm of the attention's result before it is added; None: there is no such norm."""
+    feed_forward_gain: Tensor
+    feed_forward: FeedForward | Experts
+    result_gain: Tensor | None
+    """Of the norm of the feed-forward part's result before it is added."""
+
+    @property
+    def projections(self) -> tuple[TiledProjection, ...]:
+        """Those whose inputs may be summed in parts."""
+        feed_forward = self.feed_forward
+        last = feed_forward.router if isinstance(feed_forward, Experts) else feed_forward.down
+        return self.qkv, self.output, last
 
     @classmethod
-    def of(cls, layer: DecoderLayer, num_heads: int) -> StepLayer:
+    def of(cls, layer: DecoderLayer, parts: PlainDecoder) -> StepLayer:
         norm = layer.qk_norm
         gains = layer.input_norm.weight if norm is None else norm.weight
         return cls(
             input_gain=layer.input_norm.weight,
             qkv=TiledProjection.of(layer.qkv_proj),
             query_gain=gains if norm is None else gains[0].contiguous(),
-            key_gain=gains if norm is None else gains[num_heads].contiguous(),
+            key_gain=gains if norm is None else gains[parts.num_heads].contiguous(),
+            attention=Attention(parts.scale, 0),
             output=TiledProjection.of(layer.o_proj),
-            post_attention_gain=layer.post_attention_norm.weight,
-            gate_up=TiledProjection.of(layer.gate_up_proj, gated=True),
-            down=TiledProjection.of(layer.down_proj),
+            output_gain=None,
+            feed_forward_gain=layer.post_attention_norm.weight,
+            feed_forward=FeedForward(
+                TiledProjection.of(layer.gate_up_proj, gated=True), TiledProjection.of(layer.down_proj)
+            ),
+            result_gain=None,
         )
 
 
 @dataclass(frozen=True, slots=True)
 class HeadShape:
-    """The heads of an attention layer."""
+    """The heads of the attention layers."""
 
     heads: int
     kv_heads: int
     size: int
     norm: bool
 
-    @classmethod
-    def of(cls, parts: PlainDecoder) -> HeadShape:
-        if parts.head_dim not in (32, 64, 128, 256):
-            raise UnsupportedModel(f"heads of size {parts.head_dim}")
-        norms = {layer.qk_norm is not None for layer in parts.layers}
-        if len(norms) > 1:
-            raise UnsupportedModel("norms of queries and keys in some layers only")
-        return cls(parts.num_heads, parts.num_kv_heads, parts.head_dim, norms.pop())
+    def __post_init__(self) -> None:
+        if self.size not in (32, 64, 128, 256):
+            raise UnsupportedModel(f"heads of size {self.size}")
 
     @property
     def group(self) -> int:
@@ -166,6 +309,11 @@ class HeadShape:
     @property
     def padded_group(self) -> int:
         return step_kernels.next_power(self.group)
+
+    @property
+    def prefill_queries(self) -> int:
+        """Tokens of a prompt that one program attends for."""
+        return max(1, PREFILL_ROWS // self.padded_group)
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -179,16 +327,61 @@ class HeadShape:
         }
 
 
-def check_norms(parts: PlainDecoder) -> None:
-    epsilons = {parts.norm.epsilon, *(layer.input_norm.epsilon for layer in parts.layers)}
-    epsilons |= {layer.post_attention_norm.epsilon for layer in parts.layers}
-    head_epsilons = {layer.qk_norm.epsilon for layer in parts.layers if layer.qk_norm is not None}
-    if len(epsilons) > 1 or len(head_epsilons) > 1:
+@dataclass(frozen=True, slots=True)
+class StepModel:
+    """A decoder that the kernels can compute."""
+
+    heads: HeadShape
+    embedding: Tensor
+    layers: Sequence[StepLayer]
+    final_gain: Tensor
+    head: TiledProjection
+    """Its outputs are padded with logits that are never sampled."""
+    vocabulary_size: int
+    epsilon: float
+    qk_epsilon: float
+    rotary: Sequence[tuple[Tensor, Tensor]]
+    """Tables of cosines and sines, [positions, size / 2]."""
+    embedding_scale: float = 1.0
+    activation: str = "silu"
+    """As `step_kernels._activate` names it."""
+    logit_softcap: float = 0.0
+    """0: none."""
+
+    @property
+    def experts(self) -> Experts | None:
+        """Those of the first layer that has any; all such layers have the same sizes."""
+        return next((layer.feed_forward for layer in self.layers if isinstance(layer.feed_forward, Experts)), None)
+
+    @classmethod
+    def of(cls, parts: PlainDecoder) -> StepModel:
+        norms = {layer.qk_norm is not None for layer in parts.layers}
+        if len(norms) > 1:
+            raise UnsupportedModel("norms of queries and keys in some layers only")
+        frequencies = parts.rotary.frequencies
+        angles = torch.from_numpy(frequencies.angles).to(parts.embedding.device)
+        norm_epsilons = [n.epsilon for layer in parts.layers for n in (layer.input_norm, layer.post_attention_norm)]
+        head_epsilons = [layer.qk_norm.epsilon for layer in parts.layers if layer.qk_norm is not None]
+        return cls(
+            heads=HeadShape(parts.num_heads, parts.num_kv_heads, parts.head_dim, norms.pop()),
+            embedding=parts.embedding.contiguous(),
+            layers=[StepLayer.of(layer, parts) for layer in parts.layers],
+            final_gain=parts.norm.weight,
+            head=TiledProjection.of(pad_outputs(parts.lm_head, -torch.inf)),
+            vocabulary_size=parts.lm_head.weight.shape[1],
+            epsilon=one_epsilon([parts.norm.epsilon, *norm_epsilons]),
+            qk_epsilon=one_epsilon(head_epsilons),
+            rotary=[rotary_table(angles, frequencies.scaling, parts.max_position)],
+        )
+
+
+def one_epsilon(epsilons: Sequence[float]) -> float:
+    if len(set(epsilons)) > 1:
         raise UnsupportedModel("norms that differ from layer to layer")
+    return epsilons[0] if epsilons else 0.0
 
 
-def rotary_tables(parts: PlainDecoder) -> tuple[Tensor, Tensor]:
-    frequencies = parts.rotary.frequencies
-    angles = torch.from_numpy(frequencies.angles).to(parts.embedding.device)
-    table = torch.arange(parts.max_position + 1, device=angles.device)[:, None].float() * angles
-    return table.cos() * frequencies.scaling, table.sin() * frequencies.scaling
+def rotary_table(angles: Tensor, scaling: float, max_position: int) -> tuple[Tensor, Tensor]:
+    """The cosines and sines at each position. `angles`: at position 1."""
+    table = torch.arange(max_position + 1, device=angles.device)[:, None].float() * angles
+    return table.cos() * scaling, table.sin() * scaling

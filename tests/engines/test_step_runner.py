@@ -1,0 +1,190 @@
+"""The runner of CUDA steps, over a step of torch's operations: whatever joins, leaves, is cancelled or continued, each
+reply is the one it is alone, though prompts and replies share passes that start before their tokens are known."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="Triton is not installed: the runner of CUDA steps is not tested")
+
+from palaver.engines.core.rng import UniformStream
+from palaver.engines.torch import EngineOptions, SchedulerLimits, TorchEngine, device_filters, device_sampler, load
+from palaver.engines.torch.batch import SequenceChunk, build_batch
+from palaver.engines.torch.cuda_step import StepRow
+from palaver.engines.torch.plain_decoder import FusedDecoder
+from palaver.engines.torch.step_runner import StepRunner
+from palaver.generation import Prompt, Step
+from palaver.sampling import Sampling
+from tests.engines import tiny
+from tests.engines.generate import Run, run
+from tests.engines.reference import Reference
+from tests.engines.test_scheduler import cases, stop_and_go
+
+DEVICE = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def torch_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's interpreter runs in one thread only."""
+    monkeypatch.setattr(device_sampler, "load_kernels", lambda: None)
+
+
+class TorchStep:
+    """What `DecoderStep` does, by torch's operations."""
+
+    exact = False
+    costs = None
+
+    def __init__(self, decoder: FusedDecoder, max_rows: int, max_prompt_tokens: int) -> None:
+        self._decoder = decoder
+        self.max_rows = max_rows
+        self.max_prompt_tokens = max_prompt_tokens
+        self._sampled = torch.zeros(max_rows, dtype=torch.int64)
+        self.mixed = self.mixed_ahead = self.moved = self.repeated = self.verified = 0
+        """Passes with prompts beside rows, those of them whose tokens the host didn't know, passes whose rows are not
+        those of the pass before, passes of the same rows, and passes with drafts."""
+        self._rows: list[StepRow] = []
+
+    def set_tokens(self, tokens: Tensor) -> None:
+        self._sampled[: len(tokens)] = tokens
+
+    def prefill(self, chunks: Sequence[SequenceChunk]) -> None:
+        self._decoder(build_batch(chunks, DEVICE, need_logits=False))
+
+    def run(
+        self, rows: Sequence[StepRow], sources: Sequence[int] | None = None, prompts: Sequence[SequenceChunk] = ()
+    ) -> tuple[Tensor, Tensor]:
+        assert len(rows) <= self.max_rows
+        assert sum(len(chunk.ids) for chunk in prompts) <= self.max_prompt_tokens
+        if prompts:
+            self.prefill(prompts)
+            self.mixed += 1
+            self.mixed_ahead += sources is not None
+        batch = build_batch([row.chunk for row in rows], DEVICE)
+        if sources is not None:
+            self.moved += list(sources) != list(range(len(rows)))
+            tokens = [self._sampled[at] if at >= 0 else row.chunk.ids[0] for at, row in zip(sources, rows, strict=True)]
+            batch.set_tokens(torch.tensor(tokens))
+        self._rows = list(rows)
+        return self._sample(self._decoder(batch).float())
+
+    def verify(self, rows: Sequence[StepRow]) -> tuple[Tensor, Tensor]:
+        self.verified += 1
+        found = [self.run([row]) for row in rows]
+        return torch.cat([logits for logits, _ in found]), torch.cat([results for _, results in found])
+
+    def repeat(self) -> tuple[Tensor, Tensor]:
+        self.repeated += 1
+        chunks = [replace(row.chunk, start=row.chunk.start + 1) for row in self._rows]
+        self._rows = [replace(row, chunk=chunk) for row, chunk in zip(self._rows, chunks, strict=True)]
+        batch = build_batch(chunks, DEVICE)
+        batch.set_tokens(self._sampled[: len(chunks)])
+        return self._sample(self._decoder(batch).float())
+
+    def _sample(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        settings = [processor_of(row) for row in self._rows]
+        results = device_filters.sample_rows(logits, logits, settings, device_filters.REPORTED)
+        self.set_tokens(results[:, device_filters.TOKEN].long())
+        return logits, results
+
+
+def processor_of(row: StepRow) -> Any:
+    """The settings of a row, as a step knows them."""
+    numbers = UniformStream(0, 0)
+    numbers.state = row.uniform_state
+    return SimpleNamespace(
+        sampling=row.sampling,
+        do_sample=row.sampling.temperature > 0,
+        reply=SimpleNamespace(forced_id=None),
+        uniform=lambda: numbers[row.chunk.start + 1 - row.reply_start],
+        xtc_uniform=lambda: 1.0,
+    )
+
+
+def replace_runner(engine: TorchEngine, max_rows: int, max_prompt_tokens: int, speculate: bool = False) -> TorchStep:
+    """Gives the engine the runner of steps. No request has been submitted yet."""
+    old: Any = engine._runner
+    step = TorchStep(old._forward, max_rows, max_prompt_tokens)
+    memory = old._cache
+    runner = StepRunner(
+        step,  # type: ignore[arg-type]
+        old._forward,
+        memory._layout,
+        memory._limit_bytes,
+        old._context_length,
+        old._threads,
+        run_ahead=True,
+        speculate=speculate,
+    )
+    engine._runner = engine._scheduler._runner = runner
+    return step
+
+
+@pytest.mark.parametrize("seed", range(8))
+async def test_random_schedules(seed: int, folder_of: Callable[[str], Path], oracle: Callable[..., Reference]) -> None:
+    rng = random.Random(seed)
+    max_running = rng.choice([2, 4, 8])
+    limits = SchedulerLimits(max_running=max_running, chunk_tokens=rng.choice([8, 24, 256]))
+    room = rng.choice([1 << 30, 1 << 22, 768 * 600])  # down to where sequences are put back and pages evicted
+    options = EngineOptions(limits=limits, cache_bytes=room, fused=True, compiled=False, run_ahead=True)
+    engine = load(folder_of("qwen3"), vocabulary=tiny.VOCABULARY, options=options)
+    step = replace_runner(engine, max_running, rng.choice([12, 64]))
+    drawn = cases(rng)
+    replies = await asyncio.gather(*(stop_and_go(engine, random.Random(i), case) for i, case in enumerate(drawn)))
+    for case, reply_ids in zip(drawn, replies, strict=True):
+        assert oracle(*case).agrees(reply_ids)
+    assert step.mixed
+    await engine.close()
+
+
+async def test_drafts_change_no_reply(folder_of: Callable[[str], Path]) -> None:
+    """Replies of a text that repeats itself, greedy and sampled, with drafts and without."""
+    options = EngineOptions(limits=SchedulerLimits(max_running=4), fused=True, compiled=False, run_ahead=True)
+    prompts = [Prompt(tuple(b"one two three four " * 5)), Prompt(tuple(b"abcabcabcabcabcabc"))]
+    settings = [Sampling(temperature=0, max_tokens=120), Sampling(temperature=0.3, seed=4, max_tokens=120)]
+    found = []
+    for speculate in (False, True):
+        engine = load(folder_of("qwen3"), vocabulary=tiny.VOCABULARY, options=options)
+        step = replace_runner(engine, 16, 64, speculate)
+        replies = [run(engine, prompt, sampling) for prompt in prompts for sampling in settings]
+        alone = await run(engine, Prompt(tuple(b"xyxyxyxyxyxyxyxy")), settings[0])
+        found.append([*(reply.ids for reply in await asyncio.gather(*replies)), alone.ids])
+        assert bool(step.verified) is speculate
+        await engine.close()
+    assert found[0] == found[1]
+
+
+async def test_prompts_join_passes_that_run_ahead(folder_of: Callable[[str], Path]) -> None:
+    """A reply goes on ahead of the host while prompts of others are computed beside it."""
+    limits = SchedulerLimits(max_running=4, chunk_tokens=16)
+    options = EngineOptions(limits=limits, fused=True, compiled=False, run_ahead=True)
+    engine = load(folder_of("qwen3"), vocabulary=tiny.VOCABULARY, options=options)
+    step = replace_runner(engine, 4, 64)
+    long = Sampling(temperature=0.8, seed=3, max_tokens=200)
+    texts = [bytes(range(at, at + 70)) for at in (0, 70, 140)]
+    alone = [(await run(engine, Prompt(tuple(text), owner="alone"), long)).ids for text in texts]
+    step.mixed = step.mixed_ahead = step.moved = 0
+    ids: list[int] = []
+    others: list[asyncio.Task[Run]] = []
+    async with engine.generate(Prompt(tuple(texts[0])), long) as outputs:
+        async for output in outputs:
+            if isinstance(output, Step):
+                ids.append(output.token_id)
+            if len(ids) == 3 and not others:
+                others = [asyncio.create_task(run(engine, Prompt(tuple(text)), long)) for text in texts[1:]]
+    replies = [ids] + [reply.ids for reply in await asyncio.gather(*others)]
+    assert replies == alone
+    assert step.mixed_ahead >= 5  # of the 70 tokens of each prompt at most 16 in a pass
+    assert step.moved >= 1
+    assert step.repeated >= 20
+    await engine.close()
