@@ -15,6 +15,7 @@ from palaver.engines.base import Capability
 from palaver.engines.core.token_stream import TokenRequest
 from palaver.engines.vllm.engine import _reason, needs_processor
 from palaver.engines.vllm.sampling_params import BAN, check_native, native_lacks, native_parameters
+from palaver.engines.vllm.startup_log import StartupLog, find_root_cause
 from palaver.errors import BadParameter
 from palaver.generation import Prompt
 from palaver.processes import HOST_VARIABLE
@@ -88,6 +89,31 @@ def test_an_error_of_vllm_is_one_line() -> None:
     assert _reason(invalid.value) == "Model Runner V2 requires Triton."
     assert _reason(RuntimeError("no memory\nat all")) == "no memory"
     assert _reason(RuntimeError()) == "RuntimeError"
+
+
+def test_the_cause_of_a_failed_start_is_the_first_error_of_its_log() -> None:
+    where = "(Worker pid=7) ERROR 11-17 10:45:21 [multiproc_executor.py:953]"
+    lines = [
+        "(Worker pid=7) WARNING 11-17 10:44:20 [utils.py:255] errors are possible: see below",
+        f"{where} Traceback (most recent call last):",
+        f"{where}     raise ValueError(",
+        f"{where} ValueError: Available memory on node 0 (9.0/18.96 GiB) is less than desired.",
+        "Exception: WorkerProc initialization failed due to an exception in a background process. See stack trace.",
+        "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}",
+    ]
+    assert find_root_cause(lines) == "ValueError: Available memory on node 0 (9.0/18.96 GiB) is less than desired."
+    assert find_root_cause([lines[0], *lines[4:]]) == ""
+
+
+def test_lines_of_started_processes_are_recorded_and_still_written(capfd: pytest.CaptureFixture[str]) -> None:
+    log = StartupLog()
+    program = "import sys; print('KeyError: no weights', file=sys.stderr)"
+    with log.recording():
+        subprocess.run([sys.executable, "-c", program], check=True)
+    assert log.root_cause() == "KeyError: no weights"
+    print("afterwards", file=sys.stderr)
+    assert capfd.readouterr().err.splitlines() == ["KeyError: no weights", "afterwards"]
+    assert log.root_cause() == "KeyError: no weights"
 
 
 def test_greedy_tokens_need_no_processor_and_others_do() -> None:

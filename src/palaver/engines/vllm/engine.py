@@ -13,14 +13,25 @@ from pathlib import Path
 from typing import Any
 
 import palaver
-from palaver.engines.base import BY_BATCH, EXACTNESS_LABELS, NATIVE_SAMPLER, VLLM_RUNNER, EngineInfo, Fingerprint
-from palaver.engines.core.checkpoint import Checkpoint, open_checkpoint
+from palaver.engines.base import (
+    BY_BATCH,
+    EXACTNESS_LABELS,
+    NATIVE_SAMPLER,
+    VLLM_RUNNER,
+    Capability,
+    EngineInfo,
+    Fingerprint,
+)
+from palaver.engines.core.checkpoint import Checkpoint, has_processor, open_checkpoint
 from palaver.engines.core.decoder_config import generation_settings
-from palaver.engines.core.processor_factory import with_grammars
+from palaver.engines.core.logits_processor import with_grammars
+from palaver.engines.core.media import with_media
 from palaver.engines.core.sampler import SAMPLER_VERSION
 from palaver.engines.core.token_stream import SourceDied, TokenRequest, TokenStreamEngine
 from palaver.engines.host.frames import EngineSpec
+from palaver.engines.vllm.media import engine_input, open_media
 from palaver.engines.vllm.sampling_params import check_native, common_parameters, native_lacks, native_parameters
+from palaver.engines.vllm.startup_log import StartupLog
 from palaver.engines.vllm.workers import SamplingWorkers
 from palaver.errors import BadParameter, BrokenModel, EngineError
 from palaver.generation import Alternative, Prefilled, Prompt, Step
@@ -32,6 +43,11 @@ GIB = 1 << 30
 DEFAULT_CPU_CACHE_GIB = 2
 WHOLE_BLOCKS = "whole blocks of {size} tokens"
 PROCESSOR = "palaver.engines.vllm.logits_processor:PalaverLogitsProcessor"
+MEDIA_ARGUMENTS: dict[str, Any] = {
+    "limit_mm_per_prompt": {"video": 0},  # a video comes as its frames
+    "mm_processor_cache_gb": 0,  # `MediaCache` has the items
+    "mm_device_do_normalize": False,  # would ignore numbers that only the class of the processor has, not its files
+}
 FREE = frozenset(
     "max_tokens stop stop_ids seed logprobs top_k top_p min_p typical_p top_a dynatemp_range dynatemp_exponent"
     " xtc_probability xtc_threshold dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers".split()
@@ -58,6 +74,7 @@ def load(
     `native_sampling`: vLLM's own sampler chooses the tokens, which is faster and can do less.
     """
     checkpoint = open_checkpoint(model)
+    has_media = has_processor(checkpoint.folder)
     folder = Path(palaver.__file__).parent.parent  # of this process alone: see host/process.py
     spec = EngineSpec("vllm", checkpoint.folder, tuple(vocabulary))
     workers = None if native_sampling else SamplingWorkers(folder / "sampling", spec)
@@ -75,7 +92,7 @@ def load(
         raise BadParameter("--device", device, f"this build of vLLM computes on {current_platform.device_type}")
     arguments: dict[str, Any] = {
         "model": str(checkpoint.folder),
-        "skip_tokenizer_init": True,
+        "skip_tokenizer_init": not has_media,  # vLLM's processors of media need it
         "enable_prefix_caching": True,
         "disable_log_stats": True,
         "enforce_eager": compiled is False,
@@ -87,15 +104,25 @@ def load(
         "block_size": 32 if on_cpu else None,
         **({} if adapter is None else _lora_arguments(adapter)),
     }
+    if has_media:
+        known = AsyncEngineArgs.__dataclass_fields__
+        arguments |= {name: value for name, value in MEDIA_ARGUMENTS.items() if name in known}
     engine_arguments = AsyncEngineArgs(**{name: value for name, value in arguments.items() if value is not None})
+    log = StartupLog()
     try:
-        llm = AsyncLLM.from_engine_args(engine_arguments)
+        with log.recording():
+            llm = AsyncLLM.from_engine_args(engine_arguments)
     except Exception as error:
-        raise BrokenModel(f"vLLM can't load this model: {_reason(error)}") from error
+        raise BrokenModel(f"vLLM can't load this model: {log.root_cause() or _reason(error)}") from error
     info = describe(checkpoint, llm.vllm_config, native_sampling)
     lora = None if adapter is None else LoRARequest(adapter.name, 1, str(adapter))
+    media = open_media(llm.renderer) if has_media else None
+    if isinstance(media, str):
+        info, media = replace(info, lacks={**info.lacks, Capability.MEDIA: media}), None
+    elif media is not None:
+        info = with_media(info, media)
     source = VllmSource(llm, info, workers, SamplingParams, lora)
-    return TokenStreamEngine(info, vocabulary, source, on_failure)
+    return TokenStreamEngine(info, vocabulary, source, on_failure, media)
 
 
 def _reason(error: Exception) -> str:
@@ -109,6 +136,7 @@ def _set_environment(cache_bytes: int | None, sampling_socket: Path | None) -> N
     """What vLLM and its processes read from the environment. The user's own settings take precedence."""
     gib = DEFAULT_CPU_CACHE_GIB if cache_bytes is None else max(1, cache_bytes // GIB)
     defaults = {"VLLM_CPU_KVCACHE_SPACE": str(gib), "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"}
+    defaults["VLLM_LOGGING_STREAM"] = "ext://sys.stderr"  # `StartupLog` reads it
     os.environ[HOST_VARIABLE] = str(os.getpid())
     if sampling_socket is not None:
         defaults["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # it has no logits processors of this interface
@@ -238,7 +266,9 @@ class VllmSource:
             parameters = {"temperature": 0, "extra_args": extra, **common_parameters(request)}
         else:
             parameters = native_parameters(request)
-        prompt = TokensPrompt(prompt_token_ids=request.token_ids, cache_salt=request.salt)
+        prompt: Any = TokensPrompt(prompt_token_ids=request.token_ids, cache_salt=request.salt)
+        if request.prompt.media:
+            prompt = engine_input(request)
         made = self._make_parameters(**parameters, output_kind=RequestOutputKind.DELTA, skip_clone=True)
         outputs: AsyncGenerator[Any] = self._llm.generate(prompt, made, str(request.number), lora_request=self._lora)
         return outputs
@@ -251,6 +281,8 @@ class VllmSource:
             raise SourceDied("vLLM's engine process has ended.") from error
         if isinstance(error, EngineGenerateError):
             raise EngineError(f"vLLM failed: {error.__cause__ or error}") from error
+        if isinstance(error, ValueError):
+            raise EngineError(f"vLLM refuses the request: {_reason(error)}") from error
         raise error
 
     async def metrics(self) -> dict[str, float]:

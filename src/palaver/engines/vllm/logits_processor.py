@@ -20,8 +20,8 @@ from cachetools import LRUCache
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
 
 from palaver.engines.core.generation import PendingStep
-from palaver.engines.core.processor import LogitsProcessor as ReplyProcessor
-from palaver.engines.core.processor_factory import ProcessorFactory
+from palaver.engines.core.logits_processor import LogitsProcessor as ReplyProcessor
+from palaver.engines.core.logits_processor import ProcessorFactory
 from palaver.engines.core.sampler import HostLogits, Logits, SampledStep
 from palaver.engines.host.frames import Frame, OutputFrame, encode_error, encode_frame, read_frame
 from palaver.errors import EngineError, PalaverError

@@ -69,7 +69,7 @@ def native_parameters(request: TokenRequest) -> dict[str, Any]:
 
 
 def common_parameters(request: TokenRequest) -> dict[str, Any]:
-    """Those that are the same whoever chooses the tokens."""
+    """Parameters that both samplers share."""
     return {
         "max_tokens": request.max_tokens,
         "stop_token_ids": sorted(request.stop_ids),

@@ -76,7 +76,7 @@ class SamplingWorkers:
             {
                 "do": "generate",
                 "number": request.number,
-                "prompt": request.prompt,
+                "prompt": request.prompt.without_content(),
                 "sampling": request.sampling,
                 "choice": request.choice,
             }
