@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 
 from palaver.engines.base import Capability, EngineInfo, EngineState, EngineStatus, check_capabilities, check_prompt
-from palaver.engines.core.generation import ReplyState
+from palaver.engines.core.reply_state import ReplyState
 from palaver.errors import ContextOverflow, EngineClosed, EngineError, PalaverError
 from palaver.generation import (
     AnswerRequested,

@@ -1,7 +1,8 @@
 """The JSON encoding of values, generated from their types by pydantic.
 
 The HTTP API (`wire`), the database (`store.encoding`) and the engine host (`engines.host.frames`) use it. A union is
-told apart by the field `type` of its members.
+told apart by the field `type` of its members. pydantic is imported where a value is encoded or decoded: `palaver ask`
+does neither, and begins a tenth sooner without it.
 """
 
 from __future__ import annotations
@@ -10,26 +11,48 @@ import base64
 import binascii
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
-from typing import Annotated, Any
-
-from pydantic import BeforeValidator, Field, PlainSerializer, TypeAdapter, WithJsonSchema
-from pydantic_core import PydanticKnownError
+from typing import TYPE_CHECKING, Annotated, Any
 
 from palaver.errors import BadParameter, PalaverError
 
-Tagged = Field(discriminator="type")
+if TYPE_CHECKING:
+    from pydantic import GetCoreSchemaHandler, TypeAdapter
+    from pydantic_core import CoreSchema
+
+
+class Annotation:
+    """Annotations of pydantic's, made when a schema of the annotated type is."""
+
+    def __init__(self, make: Callable[[], tuple[Any, ...]]) -> None:
+        self._make = make
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return handler.generate_schema(Annotated[(source, *self._make())])
+
+
+def _tag() -> tuple[Any, ...]:
+    from pydantic import Field
+
+    return (Field(discriminator="type"),)
+
+
+Tagged = Annotation(_tag)
 """Marks a field that is a union of values: `Annotated[Text | Thinking, Tagged]`."""
 
 
 @cache
 def adapter(kind: Any) -> TypeAdapter[Any]:
     """Encodes and decodes values of this type. Built at its first use."""
+    from pydantic import TypeAdapter
+
     return TypeAdapter(kind)
 
 
 def _decode_base64(value: Any) -> Any:
+    from pydantic_core import PydanticKnownError
+
     if isinstance(value, bytes):
         return value
     if not isinstance(value, str):
@@ -44,12 +67,17 @@ def _encode_base64(value: bytes) -> str:
     return base64.b64encode(value).decode()
 
 
-Base64Bytes = Annotated[
-    bytes,
-    BeforeValidator(_decode_base64),
-    PlainSerializer(_encode_base64, when_used="json"),
-    WithJsonSchema({"type": "string", "contentEncoding": "base64"}),
-]
+def _base64() -> tuple[Any, ...]:
+    from pydantic import BeforeValidator, PlainSerializer, WithJsonSchema
+
+    return (
+        BeforeValidator(_decode_base64),
+        PlainSerializer(_encode_base64, when_used="json"),
+        WithJsonSchema({"type": "string", "contentEncoding": "base64"}),
+    )
+
+
+Base64Bytes = Annotated[bytes, Annotation(_base64)]
 """Bytes that are base64 in JSON. Decoding raises BadParameter for other text."""
 
 
@@ -57,8 +85,14 @@ def _encode_logprob(value: float | None) -> float | str | None:
     return "-Infinity" if value == float("-inf") else value
 
 
-_LOGPROB_SCHEMA = {"anyOf": [{"type": "number"}, {"const": "-Infinity", "type": "string"}]}
-Logprob = Annotated[float, PlainSerializer(_encode_logprob, when_used="json"), WithJsonSchema(_LOGPROB_SCHEMA)]
+def _logprob() -> tuple[Any, ...]:
+    from pydantic import PlainSerializer, WithJsonSchema
+
+    schema = {"anyOf": [{"type": "number"}, {"const": "-Infinity", "type": "string"}]}
+    return PlainSerializer(_encode_logprob, when_used="json"), WithJsonSchema(schema)
+
+
+Logprob = Annotated[float, Annotation(_logprob)]
 """A log-probability. JSON has no infinity, so minus infinity is a string in it."""
 
 _CAPITAL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")

@@ -97,7 +97,10 @@ class Prompt:
     conversation: str = ""
     """The id of its conversation, whose cache `Engine.forget` frees."""
     healing: bytes = b""
-    """Token healing: the bytes that the next tokens must start with, the end of a partial reply cut inside a token."""
+    """Token healing: the end of a partial reply that was cut inside a token. The tokens of the reply from `healing_at`
+    on must write these bytes first."""
+    healing_at: int = 0
+    """The number of reply tokens before those bytes."""
 
     canvas: tuple[int | None, ...] = ()
     """Diffusion models: a text behind the context that is to be filled in. None is a token to write. The reply is the

@@ -1,4 +1,5 @@
-"""The memory of this machine: how much is available, and returning what a process no longer uses."""
+"""The memory of this machine: how much is available, returning what a process no longer uses, and when Python looks for
+garbage."""
 
 from __future__ import annotations
 
@@ -50,3 +51,17 @@ def give_back_unused() -> None:
     gc.collect()
     with suppress(OSError, AttributeError):  # not every C library has it
         ctypes.CDLL(None).malloc_trim(0)
+
+
+YOUNG_OBJECTS = 20_000
+"""New objects after which Python looks for garbage in cycles."""
+
+
+def collect_seldom() -> None:
+    """Keeps Python's garbage collector from delaying tokens. Call once everything is loaded.
+
+    A full collection over all that was imported takes 0.2 s. And tokens on their way are many objects, but no cycles:
+    with Python's default, 700 objects, 32 quick replies of 256 tokens caused 50 collections.
+    """
+    gc.freeze()
+    gc.set_threshold(YOUNG_OBJECTS)

@@ -75,7 +75,7 @@ MAX_PARTS = 1000
 MAX_TAGS = 100
 Key = Annotated[
     str | None,
-    Field(description="Makes the write happen once, however often it is sent. Also a header: Idempotency-Key."),
+    Field(description="A repeated request with the same key has no further effect. Also a header: Idempotency-Key."),
 ]
 MAX_TURNS = 256
 """The number of turns that one stream can follow."""
@@ -397,7 +397,7 @@ class TokenCountSchema(ValueModel):
 
 
 class NewShareSchema(ValueModel):
-    """A link that was created: its record, and its address relative to the server's, which is told only once."""
+    """A link that was created: its record, and its address relative to the server's, which is returned only once."""
 
     share: Share
     path: str

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,14 @@ from typing import Any
 import pytest
 import torch
 
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is imported, and transformers may do that
+
 from palaver.engines.torch import EngineOptions, TorchEngine, load
+from palaver.generation import Prompt
+from palaver.sampling import Sampling
 from tests.engines import tiny
+from tests.engines.reference import Reference, reference
 
 torch.set_num_threads(1)
 
@@ -32,6 +39,20 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 def qwen3() -> Any:
     """The model itself, for the oracle."""
     return tiny.build("qwen3")
+
+
+@pytest.fixture(scope="session")
+def oracle(qwen3: Any) -> Callable[..., Reference]:
+    """Replies of that model, computed plainly."""
+    references: dict[Any, Reference] = {}
+
+    def say(prompt: Prompt, sampling: Sampling, choice: int) -> Reference:
+        key = (prompt.context_ids, sampling, choice)
+        if key not in references:
+            references[key] = reference(qwen3, prompt, sampling, choice)
+        return references[key]
+
+    return say
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ import numpy as np
 from palaver.constraints import Constraint, Grammar
 from palaver.engines.base import BY_TEXT, Capability, Engine
 from palaver.engines.core.engine import LocalEngine
-from palaver.engines.core.processor import uniform
+from palaver.engines.core.rng import uniform
 from palaver.engines.core.sampler import HostLogits
 from palaver.generation import Prompt
 from palaver.sampling import Sampling

@@ -645,15 +645,17 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-def build(family: str, folder: Path) -> Path:
-    """Writes a model with random weights into the folder."""
+def build(family: str, folder: Path, head_dim: int = TEXT["head_dim"], seed: int | None = None) -> Path:
+    """Writes a model with random weights into the folder. `seed`: by default the family's."""
     about = FAMILIES[family]
     folder.mkdir(parents=True, exist_ok=True)
     ids = _write_tokenizer(about, folder)
     settings = about.settings(ids)
     text = settings.get("text_config", settings)
     text |= {"vocab_size": len(ids), "eos_token_id": ids[about.turns.end], "pad_token_id": ids[PAD]}
-    torch.manual_seed(about.seed)
+    if head_dim != TEXT["head_dim"]:
+        _resize_heads(text, head_dim)
+    torch.manual_seed(about.seed if seed is None else seed)
     with quiet():
         config = getattr(transformers, about.config)(**settings)
         if about.whole:
@@ -668,6 +670,17 @@ def build(family: str, folder: Path) -> Path:
     for name, content in _processor_files(about).items():
         (folder / name).write_text(json.dumps(content), encoding="utf-8")
     return folder
+
+
+def _resize_heads(text: dict[str, Any], head_dim: int) -> None:
+    """Fewer and wider heads, for engines whose attention has no narrow ones."""
+    factor = head_dim // TEXT["head_dim"]
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        text[name] = max(1, TEXT[name] // factor)
+    text["head_dim"] = head_dim
+    if "rope_parameters" in text:
+        rope = text["rope_parameters"]
+        text["rope_parameters"] = rope | {"mrope_section": [factor * size for size in rope["mrope_section"]]}
 
 
 @torch.no_grad()

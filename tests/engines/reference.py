@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from palaver.engines.core.generation import ReplyState
-from palaver.engines.core.processor import uniform
+from palaver.engines.core.reply_state import ReplyState
+from palaver.engines.core.rng import uniform
 from palaver.generation import Prompt
 from palaver.sampling import Sampling
 from tests.engines.tiny import VOCABULARY

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qw
 from transformers.cache_utils import DynamicCache
 
 from palaver.engines.core.options import EngineOptions
-from palaver.engines.core.processor import uniform
+from palaver.engines.core.rng import uniform
 from palaver.engines.diffusion.block import STREAM
 from palaver.engines.diffusion.config import find_diffusion, read_diffusion_config
 from palaver.engines.diffusion.engine import DiffusionEngine, load, model_engine

@@ -14,10 +14,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from palaver.engines.core.generation import PendingStep, ReplyState
-from palaver.engines.core.logits_processors import VocabularyIndex
-from palaver.engines.core.processor import XTC_STREAM, LogitsProcessor, RepetitionPenalty, uniform
+from palaver.engines.core.generation import PendingStep
+from palaver.engines.core.logits_processor import LogitsProcessor, RepetitionPenalty
+from palaver.engines.core.reply_state import ReplyState
+from palaver.engines.core.rng import XTC_STREAM, uniform
 from palaver.engines.core.sampler import HostLogits
+from palaver.engines.core.token_masks import VocabularyIndex
 from palaver.engines.torch.device_changes import DeviceChanges
 from palaver.engines.torch.device_sampler import sample_on_device
 from palaver.generation import Prompt, Step

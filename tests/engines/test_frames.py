@@ -68,7 +68,21 @@ OPTIONS = st.lists(st.tuples(TEXT, COUNT), max_size=2).map(tuple)
 ITEM = st.builds(MediaItem, st.sampled_from(["image", "audio"]), TEXT, TEXT, OPTIONS)
 SPANS = st.lists(st.builds(MediaSpan, ITEM, COUNT, COUNT), max_size=2).map(tuple)
 CANVAS = st.lists(st.none() | st.integers(0, 300_000), max_size=5).map(tuple)
-PROMPT = st.builds(Prompt, IDS, IDS, PHASES, TEXT, TEXT, TEXT, st.binary(max_size=4), CANVAS, st.none() | COUNT, SPANS)
+PROMPT = st.builds(
+    Prompt,
+    context_ids=IDS,
+    reply_ids=IDS,
+    phases=PHASES,
+    owner=TEXT,
+    adapter=TEXT,
+    conversation=TEXT,
+    healing=st.binary(max_size=4),
+    healing_at=COUNT,
+    canvas=CANVAS,
+    answer_at=st.none() | COUNT,
+    media=SPANS,
+    turn=TEXT,
+)
 SAMPLING = st.builds(
     Sampling,
     temperature=st.floats(allow_nan=False),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
-from functools import partial
 
 import pytest
 
@@ -38,16 +37,17 @@ async def test_alternatives_are_read_by_the_reader_of_the_reply() -> None:
     steps = [Step(7, -0.5, (Alternative(7, -0.5),)), Step(8, -0.1)]
     built: list[int] = []
 
-    def build(step: Step) -> Step:
-        built.append(step.token_id)
-        return step
+    class Table:
+        def read_step(self, row: int) -> Step:
+            built.append(steps[row].token_id)
+            return steps[row]
 
     posted: list[Command] = []
     generation = LocalGeneration(Prompt((1,)), Sampling(), 0, posted.append)
     outbox = Outbox()
     async with generation as outputs:
-        for step in steps:
-            outbox.put(generation, PendingStep(step.token_id, partial(build, step)))
+        for row, step in enumerate(steps):
+            outbox.put(generation, PendingStep(step.token_id, Table(), row))
         outbox.put(generation, Ended(Finish.END))
         assert built == []
         assert generation.token_count == 2
@@ -56,12 +56,16 @@ async def test_alternatives_are_read_by_the_reader_of_the_reply() -> None:
 
 
 async def test_a_pending_step_wakes_a_reader_that_waits() -> None:
+    class Table:
+        def read_step(self, row: int) -> Step:
+            return Step(row, -1.0)
+
     generation = LocalGeneration(Prompt((1,)), Sampling(), 0, lambda command: None)
     outbox = Outbox()
     async with generation as outputs:
         waiting = asyncio.create_task(anext(outputs))
         await asyncio.sleep(0)
-        outbox.put(generation, PendingStep(3, lambda: Step(3, -1.0)))
+        outbox.put(generation, PendingStep(3, Table(), 3))
         outbox.flush_if_due()
         assert await waiting == Step(3, -1.0)
 
@@ -73,7 +77,7 @@ class Loaded:
 
 
 ITEM = MediaItem("image", "digest", "<image>")
-SEEN = Prompt((1, 2), (3,), healing=b"x", media=(MediaSpan(ITEM, 0, 1),))
+SEEN = Prompt((1, 2), (3,), healing=b"x", healing_at=1, media=(MediaSpan(ITEM, 0, 1),))
 
 
 async def test_a_missing_item_is_loaded_and_the_request_goes_on_from_its_tokens() -> None:
@@ -88,7 +92,7 @@ async def test_a_missing_item_is_loaded_and_the_request_goes_on_from_its_tokens(
     assert seen == [Prefilled(3, 0), Step(7, -0.5), Step(8, -0.5), Ended(Finish.END)]
     assert [type(command) for command in posted] == [SubmitCommand, SubmitCommand]
     assert generation.media == {ITEM.key: loaded}
-    assert (generation.prompt.reply_ids, generation.prompt.healing) == ((3, 7), b"")
+    assert (generation.prompt.reply_ids, generation.prompt.healing_at) == ((3, 7), 1)
 
 
 async def test_commands_that_come_while_an_item_is_loaded_are_not_lost() -> None:

@@ -65,6 +65,19 @@ async def test_json_that_is_whole_is_what_the_schema_says(engine: TorchEngine, s
     assert isinstance(point["ok"], bool)
 
 
+async def test_white_space_in_json_ends(engine: TorchEngine) -> None:
+    """Some models would indent a JSON text for ever. A schema can say how much white space it allows."""
+    fond = tuple((byte, 1000.0) for byte in b" \n\t\r")
+    wanted = sampling(POINT, temperature=0, logit_bias=fond, max_tokens=None)
+    out = await run(engine, PROMPT, wanted)
+    assert out.ended == Ended(Finish.END)
+    assert set(json.loads(text(out).removesuffix(b"<end>"))) == {"x", "ok"}
+    assert re.search(rb"\s{20}", text(out))
+    spaced = json.loads(POINT.text) | {"x-guidance": {"whitespace_pattern": " "}}
+    out = await run(engine, PROMPT, replace(wanted, constraint=Constraint(Grammar.JSON_SCHEMA, json.dumps(spaced))))
+    assert re.fullmatch(rb'\{ "x" : \d+ , "ok" : (true|false) \}<end>', text(out))
+
+
 THINKING = Phases(
     states=(
         State(Phase.ANSWER, (Trigger(THINK, 1),)),

@@ -22,7 +22,7 @@ from palaver.engines.base import Engine, EngineState
 from palaver.engines.host.child import LogFrames
 from palaver.engines.host.frames import EngineSpec, Frame, decode_frames, encode_frame
 from palaver.engines.host.process import ChildProcess, environment, shorten_waits
-from palaver.engines.host.supervisor import MAX_DEATHS, HostedEngine
+from palaver.engines.host.supervisor import HostedEngine
 from palaver.errors import (
     BadParameter,
     BrokenModel,
@@ -86,7 +86,7 @@ async def test_a_process_that_only_dies_is_given_up_and_the_next_request_is_serv
         assert engine.process_id is not None
         os.kill(engine.process_id, signal.SIGKILL)
         for _ in range(2):  # the first may be sent before the death is known
-            with pytest.raises(EngineError, match=f"died {MAX_DEATHS} times"):
+            with pytest.raises(EngineError, match=r"died \d+ times in a row"):
                 await generate_ids(engine)
         (tmp_path / "deadly").unlink()
         await until_ready(engine)

@@ -99,7 +99,7 @@ async def test_mutated_files_end_in_an_error_or_run(tmp_path: Path, vocabulary: 
             print(error)
         finally:
             await engine.close()
-        if tried == 12:
+        if tried == 6:  # benchmarks/gguf_fuzz.py tries many
             return
     raise AssertionError("hardly any mutated header was read")
 

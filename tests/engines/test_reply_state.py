@@ -1,6 +1,6 @@
 import pytest
 
-from palaver.engines.core.generation import ReplyState
+from palaver.engines.core.reply_state import ReplyState
 from palaver.generation import Ended, Finish, Prompt
 from palaver.phases import Phase, Phases, State, Trigger
 from palaver.sampling import Sampling

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from palaver.engines.core.generation import LocalGeneration, ReplyState
-from palaver.engines.core.processor import LogitsProcessor
+from palaver.engines.core.generation import LocalGeneration
+from palaver.engines.core.logits_processor import LogitsProcessor
+from palaver.engines.core.reply_state import ReplyState
 from palaver.engines.core.request import BLOCK_SIZE, MAX_POSITION_UPDATES, RequestQueue, SequenceState
 from palaver.errors import QueueFull
 from palaver.generation import Prompt, Queued

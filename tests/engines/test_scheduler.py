@@ -15,10 +15,10 @@ from torch import Tensor
 
 from palaver.engines.core import scheduler
 from palaver.engines.core.kv_cache import HostMemory
-from palaver.engines.core.logits_processors import VocabularyIndex
-from palaver.engines.core.processor import LogitsProcessor
+from palaver.engines.core.logits_processor import LogitsProcessor
 from palaver.engines.core.request import SequenceState
 from palaver.engines.core.sampler import Logits, NextPass, SampledStep
+from palaver.engines.core.token_masks import VocabularyIndex
 from palaver.engines.torch import EngineOptions, SchedulerLimits, TorchEngine, load
 from palaver.engines.torch.device_sampler import DeviceLogits, DeviceSampler
 from palaver.errors import CacheFull, EngineError, PalaverError, QueueFull
@@ -128,20 +128,6 @@ async def test_rows_that_ran_ahead_with_another_token_are_computed_again(
         assert oracle(*case).agrees(reply_ids)
     assert sampler.dropped > 5
     await engine.close()
-
-
-@pytest.fixture(scope="module")
-def oracle() -> Callable[..., Reference]:
-    model = tiny.build("qwen3")
-    references: dict[Any, Reference] = {}
-
-    def say(prompt: Prompt, sampling: Sampling, choice: int) -> Reference:
-        key = (prompt.context_ids, sampling, choice)
-        if key not in references:
-            references[key] = reference(model, prompt, sampling, choice)
-        return references[key]
-
-    return say
 
 
 @pytest.fixture

@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from palaver.engines.core.logits_processors import (
-    ExitMarkers,
-    UnspeakableTokens,
-    VocabularyIndex,
-    unspeakable_characters,
-)
+from palaver.engines.core.token_masks import ExitMarkers, UnspeakableTokens, VocabularyIndex, unspeakable_characters
 from palaver.engines.torch import TorchEngine
 from palaver.generation import Prompt
 from palaver.phases import Phase, Phases, State, StateText, Tracker, Trigger

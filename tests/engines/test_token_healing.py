@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from palaver.engines.core.logits_processors import TokenHealing, VocabularyIndex
+from palaver.engines.core.token_masks import TokenHealing, VocabularyIndex
 from palaver.engines.torch import load
 from palaver.formats.base import RenderOptions
 from palaver.formats.loader import load_format
@@ -15,6 +15,7 @@ from palaver.formats.tokenizer import load_tokenizer
 from palaver.generation import Prompt, Step
 from palaver.messages import assistant, user
 from palaver.sampling import Sampling
+from tests.engines.generate import continued, run
 
 SPROUT = Path(__file__).parents[2] / "src" / "palaver" / "models" / "sprout"
 VOCABULARY = [b"c", b"co", b"cont", b"<co>", b"d", b""]
@@ -28,6 +29,23 @@ def test_only_tokens_that_write_the_bytes_are_allowed() -> None:
     healing = TokenHealing(b"co", VocabularyIndex(VOCABULARY), frozenset())
     healing.accept_token(2)
     assert healing.remaining == b""
+
+
+async def test_a_stop_between_the_bytes_of_a_seam_leaves_no_trace() -> None:
+    """The bytes are written by several tokens here, and the reply is continued after each of them."""
+    tokenizer = load_tokenizer(SPROUT)
+    engine = load(SPROUT, vocabulary=tokenizer.vocabulary)
+    sampling = Sampling(max_tokens=12, seed=3)
+    healing = b"qzqzqz"  # no token has more than one of these letters
+    prompt = replace(load_format(SPROUT, tokenizer).render([user("Hi")]), healing=healing)
+    try:
+        whole = (await run(engine, prompt, sampling)).ids
+        assert b"".join(tokenizer.vocabulary[i] for i in whole).startswith(healing)
+        assert sum(bool(tokenizer.vocabulary[i]) for i in whole[:3]) == 3
+        for cut in range(1, 9):
+            assert (await run(engine, continued(prompt, whole[:cut]), sampling)).ids == whole[cut:]
+    finally:
+        await engine.close()
 
 
 @pytest.mark.parametrize("sampling", [Sampling(temperature=0, max_tokens=80), Sampling(max_tokens=80, seed=3)])

@@ -41,6 +41,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {**WINDOWED, "query_pre_attn_scalar": 16, "layer_types": ["sliding_attention", "full_attention"] * 2}
         | {"num_hidden_layers": 4},
     ),
+    "gemma2": (
+        "Gemma2Config",
+        {**WINDOWED, "query_pre_attn_scalar": 16, "layer_types": ["sliding_attention", "full_attention"] * 2}
+        | {"num_hidden_layers": 4},
+    ),
     "gpt_oss": ("GptOssConfig", {**WINDOWED, **EXPERTS, "num_local_experts": 4}),
     "qwen3_moe": ("Qwen3MoeConfig", {**EXPERTS, "num_experts": 4, "norm_topk_prob": True}),
     "phi3": ("Phi3Config", {"rope_scaling": None}),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -92,9 +93,32 @@ def test_learned_facts_are_cached_between_runs(tmp_path: Path, monkeypatch: pyte
     facts_module.cached_facts("source", STRINGS, {"<y>": 1}, learner)
     assert len(calls) == 3
     for path in (tmp_path / "formats").iterdir():
-        path.write_text("not JSON", encoding="utf-8")
+        path.write_text("no facts", encoding="utf-8")
     assert facts_module.cached_facts("source", STRINGS, {"<x>": 1}, learner) == first
     assert len(calls) == 4
+
+
+class Code:
+    """A value that runs code when it is read."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Path.touch, (self._path,))
+
+
+def test_a_cache_in_which_there_is_code_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(facts_module, "user_cache_path", lambda _: tmp_path)
+    facts_module.cached_facts("source", STRINGS, {}, Facts)
+    (cached,) = (tmp_path / "formats").iterdir()
+    cached.write_bytes(pickle.dumps(Code(tmp_path / "ran")))
+    pickle.loads(cached.read_bytes())
+    assert (tmp_path / "ran").exists(), "the value would run"
+    (tmp_path / "ran").unlink()
+    facts = Facts(header="learned again")
+    assert facts_module.cached_facts("source", STRINGS, {}, lambda: facts) == facts
+    assert not (tmp_path / "ran").exists()
 
 
 def test_a_cache_that_can_not_be_written_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,27 +9,32 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import pickle
+import sys
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from enum import StrEnum
+from dataclasses import dataclass, field, is_dataclass, replace
+from enum import Enum, StrEnum
 from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from platformdirs import user_cache_path
-from pydantic import ConfigDict, Discriminator, TypeAdapter, ValidationError
 
 from palaver import __version__
+from palaver.encoding import Annotation
 from palaver.errors import BadParameter
 from palaver.formats.markers import CONTROL_LIKE, split_marker
 from palaver.formats.tool_calls.syntaxes import CallSyntax
 
 if TYPE_CHECKING:
+    from pydantic import ConfigDict, TypeAdapter, ValidationError
+
     from palaver.formats.base import RenderOptions
 
 
+_PACKAGE = __name__.rpartition(".")[0]
 CONVENTIONAL_EFFORTS = ("low", "medium", "high")
 """Efforts that are offered if a template writes the word as it is given and names no values."""
 
@@ -320,9 +325,15 @@ class Evidence:
     """The key of the fact it is evidence for."""
 
 
+def _family() -> tuple[Any, ...]:
+    from pydantic import Discriminator
+
+    return (Discriminator("family"),)
+
+
 @dataclass(frozen=True, slots=True)
 class Facts:
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True)
+    __pydantic_config__: ClassVar[ConfigDict] = {"extra": "forbid", "strict": True}
 
     header: str = ""
     """The text that opens the assistant's turn, without any part of the reply."""
@@ -341,7 +352,7 @@ class Facts:
     """The strings that end the assistant's turn."""
     stop_strings: tuple[str, ...] = ()
     """Stop strings that the template itself declares."""
-    calls: Annotated[CallSyntax, Discriminator("family")] | None = None
+    calls: Annotated[CallSyntax, Annotation(_family)] | None = None
     call_header: str = ""
     """The header of a message with a call, after `header`, if messages are addressed to tools by name. The name of the
     tool in it is that of the sample."""
@@ -400,6 +411,8 @@ def no_tool_variables(how: str) -> dict[str, Any]:
 
 @cache
 def _adapter() -> TypeAdapter[Facts]:
+    from pydantic import TypeAdapter
+
     return TypeAdapter(Facts)
 
 
@@ -411,6 +424,8 @@ def facts_to_json(facts: Facts) -> dict[str, Any]:
 
 def facts_from_json(values: Mapping[str, Any], base: Facts | None = None) -> Facts:
     """Facts from JSON values, on top of `base`. BadParameter names an unknown key or a value of another type."""
+    from pydantic import ValidationError
+
     merged = _merge(facts_to_json(base or Facts()), dict(values))
     try:
         return _adapter().validate_json(json.dumps({**merged, "switches": _switch_list(merged["switches"])}))
@@ -467,13 +482,13 @@ def cached_facts(
 ) -> Facts:
     """The facts from the cache; if there are none, they are learned and cached."""
     key = json.dumps([_VERSION, __version__, _code_version(), source, sorted(strings.items()), sorted(control)])
-    path = user_cache_path("palaver") / "formats" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
+    path = user_cache_path("palaver") / "formats" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.pickle"
     cached = _read(path)
     if cached is not None:
         return cached
     facts = learn()
     with suppress(OSError):
-        _write(path, _adapter().dump_json(facts))
+        _write(path, pickle.dumps(facts))
     return facts
 
 
@@ -482,11 +497,23 @@ def _code_version() -> int:
     return max(path.stat().st_mtime_ns for path in Path(__file__).parent.rglob("*.py"))
 
 
+class _FactsUnpickler(pickle.Unpickler):
+    """Reads values of the formats' own types, and calls nothing else. Quicker than JSON, which needs pydantic."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        kind = getattr(sys.modules.get(module), name, None) if module.startswith(f"{_PACKAGE}.") else None
+        if isinstance(kind, type) and (is_dataclass(kind) or issubclass(kind, Enum)):
+            return kind
+        raise pickle.UnpicklingError(f"{module}.{name} is no fact")
+
+
 def _read(path: Path) -> Facts | None:
     try:
-        return _adapter().validate_json(path.read_bytes())
-    except (OSError, ValueError):
+        with path.open("rb") as file:
+            facts = _FactsUnpickler(file).load()
+    except Exception:  # whatever is in a damaged file
         return None
+    return facts if isinstance(facts, Facts) else None
 
 
 def _write(path: Path, data: bytes) -> None:

@@ -142,7 +142,7 @@ class TemplateFormat:
             reply = tuple(reply_so_far) or self.partial_reply_ids(partial_reply, options, opens_in)
             return Prompt(tuple(ids), reply, phases, media=tuple(spans))
         reply, healing = self._healer.heal(self.partial_reply_ids(partial_reply, options, opens_in))
-        return Prompt(tuple(ids), reply, phases, healing=healing, media=tuple(spans))
+        return Prompt(tuple(ids), reply, phases, healing=healing, healing_at=len(reply), media=tuple(spans))
 
     @cached_property
     def placeholders(self) -> Mapping[str, Placeholder]:

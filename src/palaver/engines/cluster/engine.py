@@ -22,9 +22,9 @@ from palaver.engines.cluster.affinity import hash_key, routing_key
 from palaver.engines.cluster.replica import content_frame, vocabulary_digest
 from palaver.engines.core.media import MAX_EXPANSIONS
 from palaver.engines.host.frames import Frame, decode_error_frame, decode_frames, encode_frame
-from palaver.engines.host.supervisor import PendingRequest
+from palaver.engines.host.supervisor import PendingOutputs, PendingRequest
 from palaver.errors import BrokenModel, EngineClosed, EngineError, PalaverError, UnsupportedContent
-from palaver.generation import AnswerRequested, Ended, Finish, MediaExpansion, MediaItem, Output, Prompt
+from palaver.generation import AnswerRequested, Ended, Finish, MediaExpansion, MediaItem, Prompt
 from palaver.phases import Vocabulary
 from palaver.sampling import Sampling, check_sampling
 from palaver.tracing import trace_span
@@ -44,17 +44,16 @@ class ReplicaLost(Exception):
     """The stream of a replica broke."""
 
 
-class ClusterGeneration:
+class ClusterGeneration(PendingOutputs):
     """An async context manager over the outputs of one reply. Leaving it cancels the request."""
 
     def __init__(self, engine: ClusterEngine, prompt: Prompt, sampling: Sampling, choice: int) -> None:
+        super().__init__(PendingRequest(prompt, sampling, choice))
         self._engine = engine
-        self._request = PendingRequest(prompt, sampling, choice)
         self._key = routing_key(prompt)
         self._wanted: set[str] = set()
         """Media that the replica asked for."""
         self._pump: asyncio.Task[None] | None = None
-        self._finished = False
 
     async def prepare(self) -> None:
         """The replica does everything."""
@@ -67,24 +66,11 @@ class ClusterGeneration:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._finished = True
+        self.finished = True
         self._engine.open.discard(self)
         if self._pump is not None:
             self._pump.cancel()
             await asyncio.wait([self._pump])
-
-    def __aiter__(self) -> ClusterGeneration:
-        return self
-
-    async def __anext__(self) -> Output:
-        if self._finished:
-            raise StopAsyncIteration
-        output = await self._request.outputs.get()
-        if isinstance(output, PalaverError):
-            self._finished = True
-            raise output
-        self._finished = isinstance(output, Ended)
-        return output
 
     def stop(self) -> None:
         self.end(Ended(Finish.STOPPED))

@@ -1,4 +1,4 @@
-"""Ray Serve's request router of engine deployments. It runs wherever there is a handle: in the process of each front.
+"""Ray Serve's request router of engine deployments. It runs in each process that has a handle: in each front.
 
 Ray pickles this module by value; what it imports is imported there."""
 

@@ -17,7 +17,7 @@ from palaver.engines.compiled.build import Library
 from palaver.engines.compiled.weights import (
     DecoderWeights,
     LayerWeights,
-    Norm,
+    NormWeights,
     Projection,
     Weight,
     WeightType,
@@ -258,7 +258,7 @@ class CompiledDecoder:
             down_proj=self._matrix(Projection(_pad(layer.down.weight, 1, inputs), layer.down.bias)),
         )
 
-    def _norm(self, norm: Norm) -> _Norm:
+    def _norm(self, norm: NormWeights) -> _Norm:
         return _Norm(self._pointer(norm.weight), norm.epsilon)
 
     def _matrix(self, projection: Projection) -> _Matrix:

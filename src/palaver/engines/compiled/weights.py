@@ -63,19 +63,19 @@ class Projection:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Norm:
+class NormWeights:
     weight: Floats
     epsilon: float
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerWeights:
-    input_norm: Norm
+    input_norm: NormWeights
     qkv: Projection
-    qk_norm: Norm | None
+    qk_norm: NormWeights | None
     """A row of weights for each head, queries first."""
     output: Projection
-    post_attention_norm: Norm
+    post_attention_norm: NormWeights
     gate: Projection
     up: Projection
     down: Projection
@@ -87,7 +87,7 @@ class DecoderWeights:
     """[tokens, hidden size]."""
     layers: Iterable[LayerWeights]
     """Read once, one after the other: a layer need not stay in memory."""
-    norm: Norm
+    norm: NormWeights
     lm_head: Projection
 
 
@@ -126,18 +126,18 @@ class _TensorReader:
     def weight(self, module: str) -> Weight:
         return read_tensor(self._tensors[f"{module}.weight"])
 
-    def norm(self, module: str) -> Norm:
-        return Norm(self.weight(module).to_float32(), self._config.epsilon)
+    def norm(self, module: str) -> NormWeights:
+        return NormWeights(self.weight(module).to_float32(), self._config.epsilon)
 
     def _projection(self, prefix: str, name: str) -> Projection:
         biased = name in self._config.biases
         bias = read_tensor(self._tensors[f"{prefix}{name}.bias"]).to_float32() if biased else None
         return Projection(self.weight(f"{prefix}{name}"), bias)
 
-    def _qk_norm(self, prefix: str) -> Norm:
+    def _qk_norm(self, prefix: str) -> NormWeights:
         query, key = (self.norm(f"{prefix}{name}") for name in ("q_norm", "k_norm"))
         rows = [query.weight] * self._config.num_heads + [key.weight] * self._config.num_kv_heads
-        return Norm(np.stack(rows), query.epsilon)
+        return NormWeights(np.stack(rows), query.epsilon)
 
 
 def read_tensor(tensor: StoredTensor) -> Weight:

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Protocol
 
 from palaver.constraints import Constraint
@@ -26,9 +26,9 @@ from palaver.engines.core.generation import (
     Outbox,
     SubmitCommand,
 )
-from palaver.engines.core.media import MediaCache, ProcessedMedia
+from palaver.engines.core.logits_processor import ProcessorFactory, with_grammars
+from palaver.engines.core.media import MediaCache, ProcessedMedia, with_media
 from palaver.engines.core.prefix_cache import CacheStatistics
-from palaver.engines.core.processor_factory import ProcessorFactory, with_grammars
 from palaver.engines.core.request import SequenceState
 from palaver.engines.core.runner import Runner
 from palaver.engines.core.scheduler import Scheduler, SchedulerLimits
@@ -203,18 +203,8 @@ class LocalEngine:
         """`vocabulary` holds the bytes of each token id. `media`: None if the model takes text only.
         `thread_context` is entered in the engine's thread before any of its work; `on_failure` and `on_idle`: as in
         `Worker`."""
-        if media is not None:
-            info = replace(
-                info,
-                media=media.kinds,
-                placeholders=media.placeholders,
-                numbers=media.numbers,
-                sample_rate=media.sample_rate,
-                max_sound_samples=media.max_sound_samples,
-                media_options=media.options,
-            )
         self._media = media
-        self._info = with_grammars(info)
+        self._info = with_grammars(info if media is None else with_media(info, media))
         self._processors = ProcessorFactory(self._info, vocabulary)
         self._runner = runner
         outbox = Outbox()

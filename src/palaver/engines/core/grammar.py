@@ -11,19 +11,11 @@ from typing import Any
 import numpy as np
 
 from palaver.constraints import Constraint, MarkerConstraint
-from palaver.engines.core.generation import ReplyState
 from palaver.engines.core.logits_changes import LogitsChanges, Mask
-from palaver.engines.core.logits_processors import BannedStrings, VocabularyIndex
+from palaver.engines.core.reply_state import ReplyState
+from palaver.engines.core.token_masks import BannedStrings, VocabularyIndex
 from palaver.engines.grammars import CompiledGrammar, check_matcher
 from palaver.phases import Phase, Phases, Trigger
-from palaver.sampling import Sampling
-
-
-def reply_constraints(phases: Phases, sampling: Sampling) -> list[Constraint]:
-    """All constraints that a reply may need."""
-    if phases.held is not None:  # such a reply has no answer
-        return [phases.held.first, phases.held.later]
-    return [sampling.constraint] if sampling.constraint is not None else []
 
 
 def control_ids(phases: Phases) -> frozenset[int]:

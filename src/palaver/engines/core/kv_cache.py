@@ -142,6 +142,7 @@ class SlotPool(Generic[A]):
             (heads, size): layout.memory.zeros((count, num_slots, heads, capacity, size))
             for (heads, size), count in layout.shape_counts.items()
         }
+        self.nbytes = sum(buffer.nbytes for buffer in self.buffers.values())
         self.keys, self.values = _layer_views(layout, self.buffers)
         self.flat_keys: list[A] = [keys.reshape(-1, keys.shape[-1]) for keys in self.keys]
         self.flat_values: list[A] = [values.reshape(-1, values.shape[-1]) for values in self.values]
@@ -150,10 +151,6 @@ class SlotPool(Generic[A]):
     @property
     def empty(self) -> bool:
         return len(self.free_slots) == self.num_slots
-
-    @property
-    def nbytes(self) -> int:
-        return sum(buffer.nbytes for buffer in self.buffers.values())
 
 
 def _layer_views(layout: KVLayout[A], buffers: dict[HeadShape, A]) -> tuple[list[A], list[A]]:

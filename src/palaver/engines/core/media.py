@@ -9,10 +9,12 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 
 from cachetools import LRUCache
 
+from palaver.engines.base import EngineInfo
 from palaver.errors import PalaverError, UnsupportedContent
 from palaver.generation import MediaContent, MediaExpansion, MediaItem, MediaSpan
 
@@ -145,6 +147,19 @@ class MediaCache:
             key, processed = self._items.popitem()
             used -= processed.nbytes
             assert key != newest, "the newest item is evicted last"
+
+
+def with_media(info: EngineInfo, media: MediaCache) -> EngineInfo:
+    """The description of an engine that takes these media."""
+    return replace(
+        info,
+        media=media.kinds,
+        placeholders=media.placeholders,
+        numbers=media.numbers,
+        sample_rate=media.sample_rate,
+        max_sound_samples=media.max_sound_samples,
+        media_options=media.options,
+    )
 
 
 def find_media(

@@ -13,11 +13,11 @@ from itertools import count
 from typing import Any, Generic, Protocol, TypeVar
 
 from palaver.engines.core.generation import LocalGeneration
-from palaver.engines.core.logits_processors import TokenHealing
+from palaver.engines.core.logits_processor import LogitsProcessor
 from palaver.engines.core.media import ProcessedMedia, integer_keys, prefix_keys
-from palaver.engines.core.processor import LogitsProcessor
 from palaver.engines.core.sampler import Logits
 from palaver.engines.core.speculation import DraftLookup
+from palaver.engines.core.token_masks import TokenHealing
 from palaver.errors import QueueFull
 from palaver.generation import Queued
 

@@ -46,14 +46,22 @@ class UnsupportedModel(Exception):
 
 
 class PassInterrupted(Exception):
-    """A pass was ended early, because its request was cancelled meanwhile. Nothing of it counts as computed."""
+    """A pass was ended early, because its request was cancelled meanwhile. None of its tokens count as computed."""
 
 
-RunAhead: TypeAlias = Callable[[Sequence[SequenceState], object], Logits | None]
+MixedTokens: TypeAlias = Callable[[Sequence[SequenceState], int], int]
+"""How many tokens of these sequences one pass may compute beside the next token of each of so many replies; 0 where one
+of the sequences needs passes of its own."""
+
+
+RunAhead: TypeAlias = Callable[[Sequence[SequenceState], object, Sequence[tuple[SequenceState, int]]], Logits | None]
 """Starts the pass of one token for each sequence: the device computes while the host works on the last tokens.
 
-The tokens are in the runner's memory. They count as computed, though the sequences don't have them yet. Returns None
-where these sequences can't share a pass. Raises CacheFull before anything is computed if there is no room.
+The tokens are in the runner's memory. They count as computed, though the sequences don't have them yet. The pairs are
+other sequences, each with a number of its next tokens, which the same pass computes (where the runner mixes them). The
+logits have a row for each sequence and then for each pair, as those of `run`.
+
+Returns None where these sequences can't share a pass. Raises CacheFull before anything is computed if there is no room.
 """
 
 
@@ -123,6 +131,11 @@ class Runner(Protocol):
         ...
 
     @property
+    def mixed_tokens(self) -> MixedTokens | None:
+        """None where prompts have passes of their own."""
+        ...
+
+    @property
     def run_ahead(self) -> RunAhead | None:
         """None where a pass can't start before the host knows its tokens."""
         ...
@@ -163,6 +176,7 @@ class SlotRunner(ABC, Generic[A]):
     reuse = "to the token"
     supports_batching = True
     max_replayed = 0
+    mixed_tokens: MixedTokens | None = None
     run_ahead: RunAhead | None = None
     verify_drafts: VerifyDrafts | None = None
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from palaver.engines.core.generation import PendingStep
 from palaver.engines.core.logits_changes import Ids, Scores
-from palaver.engines.core.processor import LogitsProcessor
+from palaver.engines.core.logits_processor import LogitsProcessor
 from palaver.errors import EngineError, PalaverError, RequestError
 from palaver.generation import Alternative, Step
 from palaver.sampling import Sampling
@@ -463,6 +463,10 @@ class Logits(Protocol):
         """A batch of these rows, copied."""
         ...
 
+    def joined(self, others: Sequence[Logits]) -> Logits:
+        """A batch of these rows and those of others of the same kind, copied."""
+        ...
+
     def copy(self) -> Logits:
         """The same logits in memory of their own: a runner may overwrite its own in its next pass."""
         ...
@@ -493,6 +497,11 @@ class HostLogits:
 
     def select(self, rows: Sequence[int]) -> HostLogits:
         return HostLogits(self.array[list(rows)])
+
+    def joined(self, others: Sequence[Logits]) -> HostLogits:
+        arrays = [other.array for other in others if isinstance(other, HostLogits)]
+        assert len(arrays) == len(others), "logits of one runner are of one kind"
+        return HostLogits(np.concatenate([self.array, *arrays]))
 
     def copy(self) -> HostLogits:
         return HostLogits(self.array.copy())

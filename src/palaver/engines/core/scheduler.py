@@ -111,14 +111,49 @@ class Scheduler:
         return unfinished
 
     def step(self) -> None:
-        """Admits requests, computes one chunk of prompts, then the next token of every reply."""
+        """Admits requests, then computes chunks of prompts and the next token of every reply."""
         if self._waiting:
             if self._restoring:
                 self._restore()
             self._admit()
-        for sequence in list(self._running.values()):
-            if sequence.cached_logits is not None:
-                self._decode_cached(sequence, sequence.cached_logits)
+        self._decode_cached()
+        if not self._decode_mixed():
+            self._decode_apart()
+
+    def _decode_mixed(self) -> bool:
+        """One pass for all. Returns False, with nothing computed, where some sequences need passes of their own."""
+        if self._runner.mixed_tokens is None:
+            return False
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and self._decode_ahead(ahead):
+            return True
+        shares = self._share_pass(())
+        if shares is None:
+            return False
+        sequences, counts = [sequence for sequence, _ in shares], [count for _, count in shares]
+        self._decode_plainly_or_with_drafts(sequences, counts)
+        return True
+
+    def _share_pass(self, sequences: Sequence[SequenceState]) -> list[tuple[SequenceState, int]] | None:
+        """What one pass computes of all other running sequences beside the next token of each of these: the sequences
+        and the numbers of their tokens. None where one of them needs a pass of its own."""
+        if len(sequences) == len(self._running):
+            return []
+        if self._runner.mixed_tokens is None:
+            return None
+        known = set(sequences)
+        others = [sequence for sequence in self._running.values() if sequence not in known]
+        decoding = [sequence for sequence in others if sequence.pending_tokens and not sequence.prefill_tokens]
+        prefilling = [sequence for sequence in others if sequence.prefill_tokens]
+        replies = len(sequences) + len(decoding)
+        budget = min(self._runner.mixed_tokens(others, replies), self._limits.chunk_tokens)
+        if not budget or (not replies and sum(sequence.prefill_tokens for sequence in prefilling) > budget):
+            return None
+        chunks = split_prefill_budget(prefilling, budget, self._runner.max_chunk)
+        return [(s, 1) for s in decoding] + [(s, n + 1 if n == s.prefill_tokens else n) for s, n in chunks]
+
+    def _decode_apart(self) -> None:
+        """A pass for a chunk of prompts, then one for the next tokens."""
         prefilling = [sequence for sequence in self._running.values() if sequence.prefill_tokens]
         if prefilling and self._prefill(prefilling):
             return
@@ -126,11 +161,20 @@ class Scheduler:
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
             self._decode_ahead(ahead)
-        if self._runner.verify_drafts is None or not self._decode_drafts(decoding, self._runner.verify_drafts):
-            began = time.perf_counter()
-            self._decode(decoding, [1] * len(decoding))
-            if decoding:
-                self._pass_costs.record_plain(len(decoding), time.perf_counter() - began)
+        self._decode_plainly_or_with_drafts(decoding, [1] * len(decoding))
+
+    def _decode_plainly_or_with_drafts(self, sequences: list[SequenceState], counts: list[int]) -> None:
+        plain = all(count == 1 for count in counts)
+        if (
+            plain
+            and self._runner.verify_drafts is not None
+            and self._decode_drafts(sequences, self._runner.verify_drafts)
+        ):
+            return
+        began = time.perf_counter()
+        self._decode(sequences, counts)
+        if sequences and plain:
+            self._pass_costs.record_plain(len(sequences), time.perf_counter() - began)
 
     def _restore(self) -> None:
         """Replays a bounded number of tokens of continued replies."""
@@ -290,12 +334,17 @@ class Scheduler:
             self.accepted_tokens += accepted
         return holds
 
-    def _decode_ahead(self, ahead: _AheadPass) -> None:
-        """Samples the next tokens of those sequences of a pass that are still running."""
+    def _decode_ahead(self, ahead: _AheadPass) -> bool:
+        """Samples the next tokens of those sequences of a pass that still run. Returns whether there are any."""
+        for sequence, _ in ahead.prompts:
+            if self._running.get(sequence.generation) is sequence:
+                self._report_prefilled(sequence)
         rows = [row for row, s in enumerate(ahead.sequences) if self._is_ahead(s) and row not in ahead.dropped]
-        if rows and ahead.logits is not None:
-            logits = ahead.logits if len(rows) == len(ahead.sequences) else ahead.logits.select(rows)
-            self._emit_all([ahead.sequences[row] for row in rows], logits)
+        if not rows or ahead.logits is None:
+            return False
+        logits = ahead.logits if len(rows) == len(ahead.sequences) else ahead.logits.select(rows)
+        self._emit_all([ahead.sequences[row] for row in rows], logits)
+        return True
 
     def _is_ahead(self, sequence: SequenceState) -> bool:
         return self._running.get(sequence.generation) is sequence and sequence.pending_tokens == 0
@@ -305,10 +354,10 @@ class Scheduler:
         for row, sequence in enumerate(sequences):
             self._cache_prompt(sequence, logits, row)
         ahead = None
-        all_run = len(sequences) == len(self._running)
-        going_on = all_run and not all(s.processor.reply.at_limit for s in sequences)
-        if self._runner.run_ahead is not None and going_on and not self._expects_drafts(sequences):
-            ahead = self._ahead = _AheadPass(self._runner.run_ahead, sequences)
+        if self._runner.run_ahead is not None and not self._expects_drafts(sequences):
+            prompts = self._share_pass(sequences)
+            if prompts or (prompts is not None and not all(s.processor.reply.at_limit for s in sequences)):
+                ahead = self._ahead = _AheadPass(self._runner.run_ahead, sequences, prompts)
         for sequence, step in zip(sequences, _sample(logits, sequences, ahead), strict=True):
             self._emit(sequence, step)
 
@@ -317,11 +366,19 @@ class Scheduler:
         few = 2 * len(sequences) <= MAX_ROWS
         return self._runner.verify_drafts is not None and few and any(self._lookup(s).promising for s in sequences)
 
-    def _decode_cached(self, sequence: SequenceState, logits: Logits) -> None:
-        """Samples the first token of a cached prompt from its cached logits, without a pass."""
-        sequence.cached_logits, sequence.prompt_cached = None, True
-        (step,) = _sample(logits, [sequence])
-        self._emit(sequence, step)
+    def _decode_cached(self) -> None:
+        """Samples the first tokens of cached prompts from their cached logits, without a pass."""
+        found = [(s, s.cached_logits) for s in self._running.values() if s.cached_logits is not None]
+        if not found:
+            return
+        for sequence, _ in found:
+            sequence.cached_logits, sequence.prompt_cached = None, True
+        sequences = [sequence for sequence, _ in found]
+        first, *others = [logits for _, logits in found]
+        for sequence, step in zip(
+            sequences, _sample(first.joined(others) if others else first, sequences), strict=True
+        ):
+            self._emit(sequence, step)
 
     def _cache_prompt(self, sequence: SequenceState, logits: Logits, row: int) -> None:
         """Caches the prompt, once, after all of it is computed."""
@@ -400,9 +457,15 @@ def _try_to_cache(cache: Callable[[], None]) -> None:
 class _AheadPass:
     """A pass that the runner starts with tokens that the host has not read yet."""
 
-    def __init__(self, run_ahead: RunAhead, sequences: list[SequenceState]) -> None:
+    def __init__(
+        self, run_ahead: RunAhead, sequences: list[SequenceState], prompts: list[tuple[SequenceState, int]]
+    ) -> None:
+        """`prompts`: other sequences in the same pass, each with a number of tokens that the host knows."""
         self._run_ahead = run_ahead
-        self.sequences = sequences
+        self._continued = sequences
+        self.prompts = prompts
+        self.sequences = [*sequences, *(sequence for sequence, _ in prompts)]
+        """One for each row of the logits."""
         self.logits: Logits | None = None
         """None until the pass is started, and where it can't be."""
         self.dropped: set[int] = set()
@@ -411,7 +474,7 @@ class _AheadPass:
     def start(self, tokens: object) -> None:
         """Best effort: what can't run ahead is computed when its tokens are known."""
         try:
-            self.logits = self._run_ahead(self.sequences, tokens)
+            self.logits = self._run_ahead(self._continued, tokens, self.prompts)
         except Exception as error:
             as_engine_error(error)
 
@@ -421,7 +484,7 @@ class _AheadPass:
             self.sequences[row].computed_tokens -= 1
 
     def drop_all(self) -> None:
-        for row in range(len(self.sequences)):
+        for row in range(len(self._continued)):
             self.drop(row)
 
 

@@ -9,16 +9,17 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Protocol
 
 from cachetools import LRUCache
 
 from palaver.engines.base import EngineInfo, EngineState, EngineStatus, check_capabilities, check_prompt
-from palaver.engines.core.generation import ReplyState
+from palaver.engines.core.media import MediaCache, ProcessedMedia
+from palaver.engines.core.reply_state import ReplyState
 from palaver.engines.core.sampler import not_a_number
 from palaver.errors import EngineClosed, EngineError, PalaverError, QueueFull, UnsupportedContent
 from palaver.generation import (
@@ -66,9 +67,11 @@ class TokenRequest:
     max_tokens: int
     """Tokens that may still come."""
     stop_ids: frozenset[int]
-    """Token ids that end the reply wherever they come. The source may end with one, and should."""
+    """Token ids that end the reply anywhere. The source should end with one."""
     salt: str
     """Cached prefixes are shared only between requests of the same salt."""
+    media: Mapping[str, ProcessedMedia] = field(default_factory=dict)
+    """The pictures and sounds of the prompt, by their keys."""
 
     @property
     def token_ids(self) -> list[int]:
@@ -112,6 +115,7 @@ class StreamedGeneration:
         """Set by `prepare`."""
         self._request: TokenRequest | None = None
         """The submission that is prepared and not streamed yet."""
+        self._media: dict[str, ProcessedMedia] = {}
         self._outputs: asyncio.Queue[Output | PalaverError] = asyncio.Queue()
         self._pump: asyncio.Task[None] | None = None
         self._reported_prefill = False
@@ -253,7 +257,11 @@ class StreamedGeneration:
 
     async def _prepare_request(self) -> TokenRequest:
         assert self._reply is not None
-        self._request = self._engine.request(self._prompt, self._sampling, self._choice, self._reply)
+        for span in self._prompt.media:
+            if span.item.key not in self._media:
+                self._media[span.item.key] = await self._engine.load_media(span.item)
+        request = self._engine.request(self._prompt, self._sampling, self._choice, self._reply)
+        self._request = replace(request, media=self._media)
         await self._source.prepare(self._request)
         return self._request
 
@@ -267,9 +275,12 @@ class TokenStreamEngine:
         vocabulary: Vocabulary,
         source: TokenBackend,
         on_failure: Callable[[BaseException], None] | None = None,
+        media: MediaCache | None = None,
     ) -> None:
-        """`on_failure` is called when the source can't be used any more."""
+        """`on_failure` is called when the source can't be used any more. `media`: those that `info` names; None if it
+        takes text only."""
         self._info = info
+        self._media = media
         self._vocabulary = vocabulary
         self.source = source
         self._on_failure = on_failure
@@ -279,7 +290,7 @@ class TokenStreamEngine:
         self._owners: LRUCache[str, frozenset[str]] = LRUCache(MAX_REMEMBERED)
         """The owners whose requests named a conversation."""
         self._epochs: dict[str, int] = {}
-        """How often something of an owner was forgotten: a part of the salt, so that nothing of it is found again."""
+        """How often caches of an owner were forgotten: a part of the salt, so that no entry is found again."""
 
     @property
     def info(self) -> EngineInfo:
@@ -298,7 +309,9 @@ class TokenStreamEngine:
         return StreamedGeneration(self, prompt, sampling, choice)
 
     def expand_media(self, item: MediaItem) -> MediaExpansion:
-        raise UnsupportedContent(f"The engine of the model {self._info.model!r} takes text only.")
+        if self._media is None:
+            raise UnsupportedContent(f"The engine of the model {self._info.model!r} takes text only.")
+        return self._media.expand(item)
 
     async def metrics(self) -> dict[str, float]:
         return {"running": len(self._open), **await self.source.metrics()}
@@ -342,6 +355,10 @@ class TokenStreamEngine:
     def unregister(self, generation: StreamedGeneration) -> None:
         self._open.discard(generation)
 
+    async def load_media(self, item: MediaItem) -> ProcessedMedia:
+        assert self._media is not None, "media are refused by models that don't take them"
+        return await asyncio.to_thread(self._media.load, item)
+
     async def restore(self, prompt: Prompt, sampling: Sampling) -> ReplyState:
         """The state of a reply after its tokens so far."""
         empty = replace(prompt, reply_ids=())
@@ -353,8 +370,7 @@ class TokenStreamEngine:
         return reply
 
     def request(self, prompt: Prompt, sampling: Sampling, choice: int, reply: ReplyState) -> TokenRequest:
-        healing = prompt.healing if len(reply.token_ids) == len(prompt.reply_ids) else b""
-        prompt = replace(prompt, reply_ids=tuple(reply.token_ids), healing=healing)
+        prompt = replace(prompt, reply_ids=tuple(reply.token_ids))
         limit = self._info.context_length - len(prompt)
         max_tokens = limit if sampling.max_tokens is None else min(limit, sampling.max_tokens - len(prompt.reply_ids))
         salt = self._salt(prompt)

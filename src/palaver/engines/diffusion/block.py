@@ -1,8 +1,8 @@
 """One block of a reply while it is denoised: which tokens are masked, and which of them a step shows.
 
 A step takes the logits of the masked tokens, chooses a token for each, and shows the surest of them. The others stay
-masked. A random number depends on seed, choice, the token's position in the reply and the step alone, so a block comes
-out the same wherever it is computed again.
+masked. A random number depends on seed, choice, the token's position in the reply and the step alone, so a block is
+the same when it is computed again.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from itertools import takewhile
 import torch
 from torch import Tensor
 
-from palaver.engines.core.processor import uniform
+from palaver.engines.core.rng import uniform
 from palaver.generation import Alternative, Draft, Step
 from palaver.sampling import Sampling
 

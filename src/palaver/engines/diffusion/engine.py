@@ -29,15 +29,9 @@ from palaver.engines.base import (
     check_prompt,
 )
 from palaver.engines.core.engine import Worker
-from palaver.engines.core.generation import (
-    CloseCommand,
-    Command,
-    ForgetCommand,
-    LocalGeneration,
-    Outbox,
-    ReplyState,
-)
+from palaver.engines.core.generation import CloseCommand, Command, ForgetCommand, LocalGeneration, Outbox
 from palaver.engines.core.options import EngineOptions, check_cache_bytes
+from palaver.engines.core.reply_state import ReplyState
 from palaver.engines.core.runner import SMALL_MODEL, UnsupportedModel
 from palaver.engines.core.scheduler import SchedulerLimits
 from palaver.engines.diffusion.block import Block, BlockRules

@@ -5,7 +5,7 @@ other (by their entropies), and makes the others random again; it ends when the 
 computes every step; this module runs its steps one by one, so that requests share the engine, stop and go on.
 
 The library draws from torch's generator. It is seeded before each step by seed, choice, position and step, so that a
-canvas comes out the same wherever it is computed again.
+canvas is the same when it is computed again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from transformers import LogitsProcessorList, PreTrainedModel
 
 from palaver.engines.core.checkpoint import Checkpoint
 from palaver.engines.core.generation import LocalGeneration, Outbox
-from palaver.engines.core.processor import uniform
+from palaver.engines.core.rng import uniform
 from palaver.engines.core.scheduler import SchedulerLimits, as_engine_error
 from palaver.engines.diffusion.block import STREAM, Block, BlockRules, make_step
 from palaver.engines.diffusion.config import DiffusionConfig, Visibility

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from palaver.engines.core.generation import LocalGeneration, Outbox, ReplyState
+from palaver.engines.core.generation import LocalGeneration, Outbox
+from palaver.engines.core.reply_state import ReplyState
 from palaver.engines.core.request import RequestQueue
 from palaver.engines.core.scheduler import SchedulerLimits, as_engine_error
 from palaver.engines.diffusion.block import Block, BlockRules

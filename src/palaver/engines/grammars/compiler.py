@@ -7,6 +7,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -20,6 +21,9 @@ MAX_ROW_ITEMS = 500
 MAX_SCHEMA_ROW_ITEMS = 2_000
 """Earley items of one row. In an ambiguous grammar the time of a step grows with their cube: 5 ms for 500, 300 ms for
 2,000. JSON schemas are not ambiguous, and one of 400 optional properties has 1,600 items."""
+WHITE_SPACE = r"[ \t]{0,2}(\r?\n[ \t]{0,40})?"
+"""Between two signs of a JSON text: enough to indent it, and no more, since some models would never stop writing it. A
+schema may set another pattern by `x-guidance`."""
 MAX_LEXER_STATES = 50_000
 """States that the lexer of one grammar may build, at 1 to 2 kB each."""
 
@@ -127,7 +131,7 @@ def _grammar(matcher: Any, constraint: Constraint) -> str:
     if constraint.grammar is Grammar.JSON_SCHEMA:
         _check_schema(constraint.text)
     convert = {
-        Grammar.JSON_SCHEMA: matcher.grammar_from_json_schema,
+        Grammar.JSON_SCHEMA: partial(matcher.grammar_from_json_schema, defaults={"whitespace_pattern": WHITE_SPACE}),
         Grammar.REGEX: matcher.grammar_from_regex,
         Grammar.LARK: matcher.grammar_from_lark,
     }

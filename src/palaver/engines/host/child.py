@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import faulthandler
-import gc
 import logging
 import os
 import socket
@@ -12,11 +10,10 @@ import sys
 import threading
 import traceback
 from collections.abc import Awaitable, Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from palaver.engines.base import EngineGeneration
@@ -35,8 +32,11 @@ from palaver.engines.host.frames import (
 from palaver.engines.host.process import shorten_waits
 from palaver.errors import BrokenModel, EngineError, PalaverError
 from palaver.generation import MediaContent, MediaItem
+from palaver.memory import collect_seldom
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
+
     from palaver.engines.cluster.engine import ClusterEngine
     from palaver.engines.core.token_stream import TokenStreamEngine
     from palaver.engines.diffusion.engine import DiffusionEngine
@@ -286,7 +286,7 @@ class EngineHost:
             return
         finally:
             reporting.cancel()
-        gc.freeze()  # a full collection over all that was imported takes 0.2 s, in which no token would come
+        collect_seldom()
         self._send({"ready": self._engine.info})
 
     async def _report_progress(self, progress: LoadProgress) -> None:
@@ -430,23 +430,7 @@ async def serve(descriptor: int, weights: Weights | None) -> None:
     writer.close()
 
 
-def _load_weights(file: Path, weights: Weights) -> None:
-    """Loads the weights of a GGUF file while the supervisor prepares the spec."""
-    try:
-        shorten_waits()
-        from palaver.engines.llamacpp.engine import load_weights
-
-        weights.set_result(load_weights(file))
-    except BaseException as error:
-        weights.set_exception(error)
-
-
-def main() -> None:
-    faulthandler.enable(all_threads=False)
-    descriptor, *files = sys.argv[1:]
-    weights: Weights | None = None
-    if files:
-        weights = Future()
-        threading.Thread(target=_load_weights, args=(Path(files[0]), weights), daemon=True).start()
-    asyncio.run(serve(int(descriptor), weights))
+def main(descriptor: int, weights: Weights | None) -> None:
+    """`weights`: of a GGUF file, which is loaded while the supervisor prepares the spec."""
+    asyncio.run(serve(descriptor, weights))
     os._exit(0)  # the engine is closed: don't wait for a library's threads

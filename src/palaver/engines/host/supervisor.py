@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
+from typing import Self
 
 from cachetools import LRUCache
 
@@ -129,8 +130,7 @@ class PendingRequest:
 
     def frame(self, number: int) -> Frame:
         reply_ids = (*self.prompt.reply_ids, *self.generated_ids)
-        prompt = self.prompt.without_content()
-        prompt = replace(prompt, reply_ids=reply_ids, healing=b"" if self.generated_ids else self.prompt.healing)
+        prompt = replace(self.prompt.without_content(), reply_ids=reply_ids)
         return {
             "do": "generate", "number": number, "prompt": prompt, "sampling": self.sampling, "choice": self.choice
         }  # fmt: skip
@@ -160,16 +160,14 @@ class _PendingExpansion:
     deaths: int = 0
 
 
-class HostedGeneration:
-    """The outputs of one generation in the engine process."""
+class PendingOutputs:
+    """Reads the outputs of a request to its end or its error."""
 
-    def __init__(self, request: PendingRequest, send: Callable[[Frame], bool], number: int) -> None:
+    def __init__(self, request: PendingRequest) -> None:
         self._request = request
-        self._send = send
-        self._number = number
         self.finished = False
 
-    def __aiter__(self) -> HostedGeneration:
+    def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> Output:
@@ -181,6 +179,15 @@ class HostedGeneration:
             raise output
         self.finished = isinstance(output, Ended)
         return output
+
+
+class HostedGeneration(PendingOutputs):
+    """The outputs of one generation in the engine process."""
+
+    def __init__(self, request: PendingRequest, send: Callable[[Frame], bool], number: int) -> None:
+        super().__init__(request)
+        self._send = send
+        self._number = number
 
     def stop(self) -> None:
         self._request.stopped = True

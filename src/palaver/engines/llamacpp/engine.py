@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -85,7 +87,7 @@ def load(
 
     llama.cpp ends the process where its assumptions fail, so call this in a process of its own. `adapter` is a LoRA
     adapter in a GGUF file; `mmproj` the file of the projector of a model that sees or hears; `report` is called with
-    the part of the weights that is loaded. `weights`: what `load_weights` returned for this file.
+    the part of the weights that is loaded. `weights`: the result of `start_loading` for this file.
     """
     options = options or EngineOptions()
     library = load_library()
@@ -125,8 +127,22 @@ def load(
     return LlamaEngine(info, vocabulary, runner, _limits(header, plan, options), model, context, projector, on_failure)
 
 
-def load_weights(file: Path) -> LoadedModel | None:
-    """Loads the weights ahead of `load`. None where options decide how, and for a file that `load` will refuse."""
+def start_loading(file: Path) -> Future[LoadedModel | None]:
+    """Loads the weights ahead of `load`, in a thread. None where options decide how, and for a file that `load` will
+    refuse."""
+    weights: Future[LoadedModel | None] = Future()
+
+    def load_ahead() -> None:
+        try:
+            weights.set_result(_load_weights(file))
+        except BaseException as error:
+            weights.set_exception(error)
+
+    threading.Thread(target=load_ahead, daemon=True).start()
+    return weights
+
+
+def _load_weights(file: Path) -> LoadedModel | None:
     try:
         library = load_library()
         if _gpu_name(library) is not None:

@@ -17,7 +17,7 @@ END_TEXTS = frozenset({
     "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|endoftext|>", "<|end|>", "<end_of_turn>", "<turn|>",
     "<|return|>", "<|call|>", "<EOT>", "<|END_OF_TURN_TOKEN|>", "<|endofturn|>", "[EOS]", "</s>",
 })  # fmt: skip
-"""Control tokens that end a turn wherever a vocabulary has them. Files often name only one of them."""
+"""Control tokens that end a turn, in every vocabulary that has them. Files often name only one of them."""
 _NO_TURN_END = frozenset({"<|end|>"})
 _CHANNELS = "<|channel|>"
 """In vocabularies with this token, <|end|> ends a channel and not a turn."""

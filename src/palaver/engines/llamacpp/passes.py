@@ -89,8 +89,8 @@ class SharedPasses:
 class LonePasses:
     """A pass for each chunk. A prompt is divided by its length alone.
 
-    So a token's bits depend on the text and on what was cached of it, whichever kernels compute one row, few rows and
-    many. Takes longer than a shared pass where that reads large weights once for all replies.
+    So a token's bits depend on the text and its cached part alone, although kernels differ by the number of rows. Takes
+    longer than a shared pass where that reads large weights once for all replies.
     """
 
     padding = 0

@@ -41,6 +41,7 @@ class LlamaRunner:
         """`host_bytes`: the part of the limit for saved states. `token_bytes`: the cache of one token. `files`: where
         the states of conversations are stored; None: nowhere. `projector`: None if the model takes text only."""
         self.reuse = "to the token" if truncates else "snapshots"
+        self.mixed_tokens = None
         self.run_ahead = None
         self.verify_drafts = None
         self.supports_batching = True

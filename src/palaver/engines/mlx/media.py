@@ -21,6 +21,12 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from palaver.engines.core.media import MAX_EXPANSIONS, MediaCache, find_media
+from palaver.engines.core.media_processor import (
+    added_token_ids,
+    check_sound_length,
+    describe_expansion,
+    processing_failed,
+)
 from palaver.engines.core.request import SequenceState
 from palaver.errors import EngineError, UnsupportedContent
 from palaver.generation import MediaContent, MediaExpansion, MediaItem, MediaSpan
@@ -229,10 +235,6 @@ class VisionDecoder:
         return np.array(logits)
 
 
-def _to_host(value: Any) -> Any:
-    return np.array(value) if isinstance(value, mx.array) else value
-
-
 def _positions(start: int, media: MlxSequenceMedia | None, count: int) -> Positions:
     if media is not None:
         return media.positions(start, start + count)
@@ -262,7 +264,7 @@ class MlxMediaEncoder:
             self.placeholders["audio"] = str(heard)
         self.sample_rate = int(getattr(sounds, "sampling_rate", 16_000)) if hears else 0
         self.max_sound_samples = int(getattr(sounds, "n_samples", 0)) if hears else 0
-        self._added_ids = frozenset(tokenizer.get_added_vocab().values()) | frozenset(tokenizer.all_special_ids)
+        self._added_ids = added_token_ids(tokenizer)
         self._lock = threading.Lock()
         self.cache = MediaCache(self)
         self._layouts: LRUCache[str, MediaLayout] = LRUCache(MAX_EXPANSIONS)
@@ -271,9 +273,8 @@ class MlxMediaEncoder:
     def process(self, item: MediaItem, content: MediaContent) -> MlxMedia:
         array = np.frombuffer(content.data, dtype=content.dtype).reshape(content.shape)
         given = {"images": [Image.fromarray(array)]} if item.kind == "image" else {"audio": [array]}
-        if item.kind == "audio" and 0 < self.max_sound_samples < content.shape[0]:
-            longest = self.max_sound_samples / self.sample_rate
-            raise UnsupportedContent(f"This model hears at most {longest:g} seconds of sound at once.")
+        if item.kind == "audio":
+            check_sound_length(content, self.max_sound_samples)
         try:
             with self._lock, mx.stream(mx.cpu):
                 found = process_inputs(self.processor, prompts=[item.placeholder], **given)
@@ -281,13 +282,12 @@ class MlxMediaEncoder:
                     name: np.array(value) if isinstance(value, mx.array) else value for name, value in found.items()
                 }
         except Exception as error:
-            why = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)[:300]
-            raise UnsupportedContent(f"The model's processor can't take this {item.kind}: {why}") from error
+            raise processing_failed(item.kind, error) from error
         if "images" in inputs:
             inputs["pixel_values"] = inputs.pop("images")
         inputs.pop("attention_mask", None)
         ids = [int(token_id) for token_id in np.asarray(inputs.pop("input_ids")).reshape(-1)]
-        return MlxMedia(self._expansion(self._without_bos(ids, item.placeholder)), inputs)
+        return MlxMedia(describe_expansion(self._without_bos(ids, item.placeholder), self._added_ids), inputs)
 
     def _without_bos(self, ids: list[int], placeholder: str) -> tuple[int, ...]:
         """Some processors begin every text with the token that begins a prompt."""
@@ -296,12 +296,6 @@ class MlxMediaEncoder:
         if bos is not None and ids[:1] == [bos] and not placeholder.startswith(tokenizer.bos_token):
             return tuple(ids[1:])
         return tuple(ids)
-
-    def _expansion(self, ids: tuple[int, ...]) -> MediaExpansion:
-        places = [place for place, token_id in enumerate(ids) if token_id in self._added_ids]
-        if not places:
-            raise UnsupportedContent("The model's processor writes nothing for it.")
-        return MediaExpansion(ids, places[0], len(ids) - 1 - places[-1])
 
     def attach(self, sequence: SequenceState) -> MlxSequenceMedia:
         """The media of a sequence, whose computed tokens are known: items that are not computed are encoded. Raises

@@ -110,6 +110,7 @@ class MLXRunner:
         """`token_bytes`: the cache of one token. `merges`: whether states of this model can be merged. `encoder`: None
         if the model takes text only."""
         self.reuse = "to the token" if model.always_truncates else "snapshots"
+        self.mixed_tokens = None
         self.run_ahead = None
         self.verify_drafts = None
         self.supports_batching = True

@@ -1,86 +1,31 @@
-"""The logits processor of one reply: what its sampling options change in the next logits, and its random numbers.
+"""The logits processor of one reply: what its sampling options change in the next logits, DRY among them.
 
-Every state follows from the tokens alone, so that a reply can be restored."""
+Every state follows from the tokens alone, so that a reply can be restored. The factory compiles grammars and looks up
+strings ahead. `LocalEngine` uses it for its scheduler, and an engine of another project inside of its own sampler."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import asyncio
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
-from palaver.engines.core.generation import ReplyState
-from palaver.engines.core.grammar import AnswerGrammar, ReplyGrammar
+from palaver.constraints import Constraint
+from palaver.engines.base import Capability, EngineInfo, check_prompt
+from palaver.engines.core.grammar import AnswerGrammar, ReplyGrammar, control_ids
 from palaver.engines.core.logits_changes import Ids, LogitsChanges, Scores, TokenCounts
-from palaver.engines.core.logits_processors import BannedStrings, SpokenText, TokenHealing, VocabularyIndex
+from palaver.engines.core.reply_state import ReplyState
+from palaver.engines.core.rng import XTC_STREAM, UniformStream
+from palaver.engines.core.token_masks import BannedStrings, SpokenText, TokenHealing, UnspeakableTokens, VocabularyIndex
+from palaver.engines.grammars import CompiledGrammar, GrammarCache, missing_package
 from palaver.errors import BadParameter
 from palaver.generation import Prompt
+from palaver.phases import Phases, Vocabulary
 from palaver.sampling import Sampling
 
-MASK_64 = 2**64 - 1
-GOLDEN = 0x9E3779B97F4A7C15
-
-
-BUFFERED = 64
-"""Numbers that are computed at once."""
-XTC_STREAM = 1
-"""The stream of the numbers that decide whether XTC applies. Tokens are drawn with stream 0."""
-
-
-def uniform(seed: int, choice: int, position: int, stream: int = 0) -> float:
-    """A random number from 0 to 1, excluding 1, that depends on the arguments alone. Streams are independent of each
-    other."""
-    state = _mix(seed & MASK_64)
-    state = _mix(state ^ _mix((choice + GOLDEN) & MASK_64))
-    state = _mix(state ^ _mix((position + 2 * GOLDEN) & MASK_64))
-    if stream:
-        state = _mix(state ^ _mix((stream + 3 * GOLDEN) & MASK_64))
-    return (state >> 11) * 2.0**-53
-
-
-class UniformStream:
-    """The numbers of one reply by position: `uniform`, computed for many positions at once."""
-
-    def __init__(self, seed: int, choice: int, stream: int = 0) -> None:
-        self._stream = stream
-        self.state = _mix(_mix(seed & MASK_64) ^ _mix((choice + GOLDEN) & MASK_64))
-        """What the seed and the choice come to. A number follows from it and the position."""
-        self._start = 0
-        self._numbers: Sequence[float] = ()
-
-    def __getitem__(self, position: int) -> float:
-        if not 0 <= position - self._start < len(self._numbers):
-            self._start = position
-            self._numbers = self._compute(position)
-        return self._numbers[position - self._start]
-
-    def _compute(self, start: int) -> list[float]:
-        with np.errstate(over="ignore"):
-            positions = np.arange(start, start + BUFFERED, dtype=np.uint64) + np.uint64(2 * GOLDEN & MASK_64)
-            states = _mix_all(np.uint64(self.state) ^ _mix_all(positions))
-            if self._stream:
-                states = _mix_all(states ^ np.uint64(_mix((self._stream + 3 * GOLDEN) & MASK_64)))
-        numbers: list[float] = ((states >> np.uint64(11)) * 2.0**-53).tolist()
-        return numbers
-
-
-def _mix_all(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """`_mix` of each number. Sums and products wrap around."""
-    x = x + np.uint64(GOLDEN)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
-
-
-def _mix(x: int) -> int:
-    """The finaliser of splitmix64: every bit of the input changes half of the output's."""
-    x = (x + GOLDEN) & MASK_64
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK_64
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK_64
-    return x ^ (x >> 31)
-
-
+Grammars = Mapping[Constraint, CompiledGrammar]
 MAX_REPETITION = 128
 """Tokens. A longer repetition has the penalty of this one, which is out of reach for any useful base."""
 MAX_PENALTY = 1e30
@@ -214,6 +159,10 @@ class LogitsProcessor:
         self._dry = dry
         if dry is not None:
             dry.extend((*prompt.context_ids, *reply.token_ids))
+        self.has_rare_filters = (
+            sampling.typical_p < 1 or sampling.top_a > 0 or sampling.dynatemp_range > 0 or sampling.xtc_probability > 0
+        )
+        """Whether the draw takes more than temperature, top_k, top_p and min_p."""
         masks = (banned_strings, grammar, spoken_text, dry)
         self._always_active = _changes_logits(sampling) or any(mask is not None for mask in masks)
         self._penalises = bool(
@@ -338,3 +287,116 @@ def _check_ids(sampling: Sampling, size: int) -> None:
         for token_id in (min(ids, default=0), max(ids, default=0)):
             if not 0 <= token_id < size:
                 raise BadParameter(name, token_id, f"token ids go from 0 to {size - 1}")
+
+
+def with_grammars(info: EngineInfo) -> EngineInfo:
+    """The description of an engine that uses the factory: it lacks constraints where their package is missing."""
+    no_grammars = missing_package()
+    return replace(info, lacks={**info.lacks, Capability.CONSTRAINTS: no_grammars}) if no_grammars else info
+
+
+class ProcessorFactory:
+    """Makes the logits processors of one model's replies. Safe to use from several threads."""
+
+    def __init__(self, info: EngineInfo, vocabulary: Vocabulary) -> None:
+        self._info = info
+        self._vocabulary = vocabulary
+        self._index = VocabularyIndex(vocabulary)
+        self._unspeakable: UnspeakableTokens | None = None
+        self._grammars = GrammarCache(vocabulary)
+
+    def needs_preparation(self, prompt: Prompt, sampling: Sampling) -> bool:
+        unspoken = sampling.spoken and self._unspeakable is None
+        return bool(_constraints(prompt.phases, sampling) or _strings(sampling) or unspoken)
+
+    async def prepare(self, prompt: Prompt, sampling: Sampling) -> dict[Constraint, CompiledGrammar]:
+        """Does what takes long, outside of the thread that computes: returns the compiled grammars for `build`."""
+        constraints = _constraints(prompt.phases, sampling)
+        grammars = {constraint: await self._grammars.compile(constraint) for constraint in constraints}
+        if sampling.spoken and self._unspeakable is None:
+            await asyncio.to_thread(self._unspeakable_tokens)
+        if strings := _strings(sampling):
+            await asyncio.to_thread(self._index_strings, strings)
+        return grammars
+
+    def build(self, prompt: Prompt, sampling: Sampling, choice: int, grammars: Grammars) -> LogitsProcessor:
+        """The processor before its partial reply is replayed. Raises a RequestError if the model can't take the
+        prompt."""
+        check_prompt(self._info, prompt)
+        size = self._info.vocabulary_size
+        reply = ReplyState(
+            replace(prompt, reply_ids=()), sampling, self._vocabulary, self._info.end_ids, self._info.context_length
+        )
+        dry = RepetitionPenalty(sampling, self._index, size) if sampling.dry_multiplier else None
+        return LogitsProcessor(
+            prompt,
+            sampling,
+            choice,
+            reply,
+            size,
+            self._banned(prompt, sampling),
+            self._grammar(prompt, sampling, grammars),
+            self._spoken_text(prompt, sampling),
+            dry,
+        )
+
+    def token_healing(self, prompt: Prompt) -> TokenHealing | None:
+        """What the reply has not written yet of the bytes to heal; None if there is nothing."""
+        if not prompt.healing:
+            return None
+        healing = TokenHealing(prompt.healing, self._index, self._control_ids(prompt))
+        for token_id in prompt.reply_ids[prompt.healing_at :]:
+            if not healing.remaining:
+                return None
+            healing.accept_token(token_id)
+        return healing
+
+    def warm(self) -> None:
+        """Prepares the grammar compiler. Takes up to a second: don't call it in the event loop."""
+        if Capability.CONSTRAINTS not in self._info.lacks:
+            self._grammars.warm()
+
+    def close(self) -> None:
+        self._grammars.close()
+
+    def _control_ids(self, prompt: Prompt) -> frozenset[int]:
+        return control_ids(prompt.phases) | self._info.end_ids
+
+    def _index_strings(self, strings: Iterable[str]) -> None:
+        """Computes the tokens that complete banned strings; the index caches them."""
+        for string in strings:
+            self._index.completions(string.encode())
+
+    def _banned(self, prompt: Prompt, sampling: Sampling) -> BannedStrings | None:
+        if not sampling.banned_strings:
+            return None
+        return BannedStrings(sampling.banned_strings, self._index, self._control_ids(prompt))
+
+    def _grammar(self, prompt: Prompt, sampling: Sampling, grammars: Grammars) -> AnswerGrammar | ReplyGrammar | None:
+        if prompt.phases.held is not None:
+            return ReplyGrammar(prompt.phases, grammars, self._index)
+        if sampling.constraint is None:
+            return None
+        return AnswerGrammar(prompt.phases, grammars[sampling.constraint], self._index)
+
+    def _spoken_text(self, prompt: Prompt, sampling: Sampling) -> SpokenText | None:
+        if not sampling.spoken:
+            return None
+        return SpokenText(prompt.phases, self._control_ids(prompt), self._unspeakable_tokens())
+
+    def _unspeakable_tokens(self) -> UnspeakableTokens:
+        if self._unspeakable is None:
+            self._unspeakable = UnspeakableTokens(self._index)
+        return self._unspeakable
+
+
+def _constraints(phases: Phases, sampling: Sampling) -> list[Constraint]:
+    """All constraints that a reply may need."""
+    if phases.held is not None:  # such a reply has no answer
+        return [phases.held.first, phases.held.later]
+    return [sampling.constraint] if sampling.constraint is not None else []
+
+
+def _strings(sampling: Sampling) -> tuple[str, ...]:
+    """Strings that are looked up in the vocabulary."""
+    return (*sampling.banned_strings, *(sampling.dry_sequence_breakers if sampling.dry_multiplier else ()))

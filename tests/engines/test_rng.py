@@ -2,7 +2,7 @@ import itertools
 
 import pytest
 
-from palaver.engines.core.processor import BUFFERED, MASK_64, XTC_STREAM, UniformStream, uniform
+from palaver.engines.core.rng import BUFFERED, MASK_64, XTC_STREAM, UniformStream, uniform
 
 
 def test_numbers_depend_on_all_three_arguments_alone() -> None:

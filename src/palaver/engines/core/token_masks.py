@@ -17,8 +17,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from palaver.engines.core.generation import ReplyState
 from palaver.engines.core.logits_changes import Ids, LogitsChanges, Mask
+from palaver.engines.core.reply_state import ReplyState
 from palaver.phases import Phase, Phases, State, Vocabulary
 
 MAX_CACHED_IDS = 1 << 22
