@@ -125,7 +125,7 @@ def test_a_conversation_goes_on(where: str, served: tuple[Path, str], tmp_path: 
     assert ask("My name is Ada.", "--store", *GREEDY, data=folder).exit_code == 0
     reply = ask("What is my name?", "--continue", *GREEDY, data=folder)
     assert "Ada" in reply.stdout, reply.output
-    assert "Continues My name is Ada." in reply.stderr
+    assert 'Continuing "My name is Ada."' in reply.stderr
     summed = ask("What is 2 + 3?", "-c", "--schema", SUM, "--json", *GREEDY, data=folder)
     assert json.loads(json.loads(summed.stdout)["answer"]) == {"sum": 5}, summed.output
     with open_store(folder) as store:

@@ -41,11 +41,12 @@ from palaver.cli import app
 command = typer.main.get_command(app)
 with command.make_context("palaver", ["ask"]) as context:
     ask = command.get_command(context, "ask")
-    given = ask.make_context("ask", ["Hi", "--model", "it", "--device", "cpu", "--exact"]).params
-print("pydantic" in sys.modules, *(given[name] for name in ("question", "model", "exact", "set_", "think", "server")))
+    given = ask.make_context("ask", ["Hi", "--model", "it", "--device", "cpu", "--exact", "--set", "seed=1"]).params
+names = ("question", "model", "exact", "set_", "var", "think", "server")
+print("pydantic" in sys.modules, *(given[name] for name in names))
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert result.stdout == "False Hi it True () default None\n", result.stderr
+    assert result.stdout == "False Hi it True ['seed=1'] () default None\n", result.stderr
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ def test_a_download_is_resumed_checked_and_shared(hub: Hub, tmp_path: Path) -> N
     hub.damaged = False
     code, out, err = run(hub, tmp_path, "pull", NAME)
     assert (code, out.count("\n")) == (0, 2), err
-    assert out.startswith(f"{NAME}: {size / 1e6:.0f} MB in 1 files; needs about ")
+    assert out.startswith(f"{NAME}: {size / 1e6:.0f} MB in 1 file; needs about ")
     assert "tokens per second" in out
     assert "100% downloaded" in err
     assert hub.ranges[0] == ""
@@ -115,7 +115,7 @@ def test_a_model_that_does_not_fit_is_only_downloaded_by_force(hub: Hub, tmp_pat
     try:
         code, out, err = run(hub, tmp_path, "pull", NAME)
         assert (code, hub.sent) == (2, 0), "nothing is downloaded"
-        assert "1000000.0 GB in 1 files; does not fit: it needs about" in out
+        assert "1000000.0 GB in 1 file; does not fit: it needs about" in out
         assert (err.count("\n"), "--force downloads it anyway" in err) == (1, True)
         code, out, _ = run(hub, tmp_path, "show", NAME)
         assert (code, "is not on this computer" in out, "does not fit" in out) == (0, True, True)

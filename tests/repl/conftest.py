@@ -44,6 +44,26 @@ class Door:
         return Terminal(command, columns, rows, {**ENVIRONMENT, **(environment or {})}, echo)
 
 
+HOLD = """
+import os, sys, time
+if "palaver.engines.host" in sys.orig_argv:
+    while not os.path.exists({path!r}):
+        time.sleep(0.01)
+"""
+
+
+class HeldEngine:
+    """Holds the engine's process of a program that is opened with `environment`: its model loads until `release`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._released = folder / "released"
+        (folder / "sitecustomize.py").write_text(HOLD.format(path=str(self._released)))
+        self.environment = {"PYTHONPATH": f"{folder}{os.pathsep}{SOURCE}"}
+
+    def release(self) -> None:
+        self._released.touch()
+
+
 def local_door(folder: Path) -> Door:
     return Door("local", folder, ("--local", SLOW_STEPS, "--data", str(folder)))
 

@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import numpy as np
-import pytest
 import soundfile
 
 from palaver.repl.input import StreamLineSource
@@ -15,8 +14,7 @@ from tests.repl.scripted_session import open_session
 from tests.voice.tiny_models import make_whisper
 
 
-async def test_the_words_can_be_edited_before_they_are_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+async def test_the_words_can_be_edited_before_they_are_sent(tmp_path: Path) -> None:
     file = tmp_path / "my words.wav"
     soundfile.write(file, np.random.default_rng(0).normal(size=16_000) * 0.1, 16_000)
     async with open_session(tmp_path / "data") as opened:

@@ -76,8 +76,8 @@ async def test_a_server_is_added_offered_and_its_calls_are_approved(tmp_path: Pa
         path = await terminal.session.cursor.path()
         assert [one.role for one in path] == ["user", "assistant"]  # the result was too long for the context
         assert "context" in output
-        output = await terminal.do(question(["bad__unchanged"], ["bad__unchanged"]).text, "x", "a")
-        assert "Type one of" in output
+        output = await terminal.do(question(["bad__unchanged"], ["bad__unchanged"]).text, "so what", "always")
+        assert "Type one of" in output  # no letter is guessed from other words
         assert (await terminal.session.cursor.path())[-1].text == ANSWER
         assert len([one for one in terminal.lines.questions if one.startswith("Run bad__unchanged?")]) == 2
         assert "calls bad__unchanged()" not in output

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -24,6 +25,10 @@ _BAR_SECONDS = 0.2
 
 def format_size(nbytes: float) -> str:
     return f"{nbytes / 1e9:.1f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.0f} MB"
+
+
+def count_files(files: Sequence[str]) -> str:
+    return f"{len(files)} file{'' if len(files) == 1 else 's'}"
 
 
 @models.command("list", help=strings.MODELS_LIST)
@@ -84,7 +89,11 @@ def pull(
         repository, files = files_to_download(name)
         nbytes = sum(repository.sizes[file] for file in files)
         fit = machine_fit(nbytes)
-        print(strings.PULLING.format(model=name, size=format_size(nbytes), files=len(files), fit=_describe_fit(fit)))
+        print(
+            strings.PULLING.format(
+                model=name, size=format_size(nbytes), files=count_files(files), fit=_describe_fit(fit)
+            )
+        )
         if not fit.fits and not force:
             raise BadParameter("MODEL", name, strings.PULL_TOO_LARGE)
         resolved = resolve_model(name, _ProgressLine(nbytes).report)
@@ -151,7 +160,7 @@ def _show_remote(name: str) -> None:
 
     repository, files = files_to_download(name)
     nbytes = sum(repository.sizes[file] for file in files)
-    print(strings.NOT_DOWNLOADED.format(model=name, size=format_size(nbytes), files=len(files)))
+    print(strings.NOT_DOWNLOADED.format(model=name, size=format_size(nbytes), files=count_files(files)))
     print(f"{strings.SHOW_FIT}: {_describe_fit(machine_fit(nbytes))}")
 
 

@@ -75,12 +75,15 @@ def _quick_parameter(parameter: Any) -> Any:
 def _is_valid(parameter: TyperOption | TyperArgument, value: Any) -> bool:
     """Whether nothing is to be checked: the parameter is not given, or takes any text."""
     kind = parameter.type_descriptor.annotation
+    if kind == list[str]:
+        return not parameter.required and (value is None or isinstance(value, list | tuple))
     is_text = isinstance(kind, type) and issubclass(kind, str | Enum)
     return not parameter.required and (value is None or (is_text and isinstance(value, kind)))
 
 
 def _keep_value(parameter: TyperOption | TyperArgument, ctx: Any, value: Any) -> Any:
-    kept = () if value is None and (parameter.multiple or parameter.nargs == -1) else value
+    is_list = parameter.multiple or parameter.nargs == -1
+    kept = (() if value is None else list(value)) if is_list else value
     return kept if parameter.callback is None else parameter.callback(ctx, parameter, kept)
 
 
@@ -142,7 +145,7 @@ UserOption = Annotated[str | None, typer.Option("--user", metavar="NAME", help=s
 
 @dataclass(frozen=True, slots=True)
 class EngineFlags:
-    """The flags for loading a model, whichever of them a command has."""
+    """The flags for loading a model. A command may have only some of them."""
 
     template: TemplateOption = None
     device: DeviceOption = None

@@ -316,7 +316,7 @@ def restore(
     data: DataOption = None,
     database: DatabaseOption = None,
 ) -> None:
-    """Fill an empty place from a backup, whichever kind of database it was made from."""
+    """Restore a backup into an empty place. The kind of database may differ."""
     from palaver.store.backup import restore
 
     with report_errors():

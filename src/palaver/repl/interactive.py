@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
 
 MARK = "› "
 ENTER = "\r"
+ROOM_FOR_ANSWER = 4
+"""Columns after a question."""
 MAX_HISTORY_BYTES = 2_000_000
 """The size to which an oversized history file is truncated; the oldest lines are dropped."""
 _POLL_SECONDS = 0.25
@@ -150,8 +153,11 @@ class PromptLine:
         return TypedLine(text, self._editing.edited_id)
 
     async def ask(self, question: str) -> str:
+        """Asks; a question that is longer than a line is broken between words."""
+        width = max(1, self._output.get_size().columns - ROOM_FOR_ANSWER)
+        shown = "\n".join(textwrap.wrap(question, width, replace_whitespace=False))
         try:
-            return await self._question_session.prompt_async(f"{question} ", handle_sigint=False)
+            return await self._question_session.prompt_async(f"{shown} ", handle_sigint=False)
         except KeyboardInterrupt:
             raise EOFError from None
 

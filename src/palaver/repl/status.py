@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 FINISH_NOTES = {Finish.STOPPED: strings.STOPPED, Finish.LENGTH: strings.CUT, Finish.STOP_STRING: strings.STOP_STRING}
 WARNING_SHARE = 0.8
 """The used share of the context from which on the user is warned."""
-_BAR_WIDTH = 30
+_BAR_WIDTH = 14
 
 
 def statistics_line(
@@ -124,7 +124,7 @@ async def offer_context_choices(session: Session, text: str, error: ContextOverf
         choice = await session.lines.ask(strings.CONTEXT_QUESTION)
     except EOFError:
         return
-    match choice.strip().lower()[:1]:
+    match choice.strip().lower():
         case "s":
             await _resend(session, text)
         case "a":

@@ -119,21 +119,18 @@ CONTEXT_QUESTION = "Your choice? (Enter: edit the message)"
 # --- help ---
 
 KEYBOARD_SHORTCUTS = "Keyboard shortcuts"
-KEYS = (
-    ("Enter", "send"),
-    ("Alt+Enter, or \\ Enter", "new line; pasted text stays one message"),
+ESSENTIAL_KEYS = (
+    ("Alt+Enter", "new line; a \\ at the end of a line does it, too"),
     ("Ctrl+C", "stop the reply and keep it; twice: drop it"),
-    ("Ctrl+T", "show or hide the model's thinking"),
+    ("Ctrl+T", "show or hide thoughts; /expand: the last one"),
     ("Up", "edit your last message; again: earlier input"),
     ("Ctrl+R", "search earlier input"),
-    ("Ctrl+L", "clear the screen"),
-    ("Ctrl+D", "quit"),
 )
-HELP_COMMANDS = "Commands"
-HELP_MORE = (
-    "Also: /search, /branches, /expand (thoughts), /compare, /attach, /tools, /save.\n"
-    "/help all lists every command, /help NAME explains one. To send text that begins with /, type //."
-)
+KEYS = (("Enter", "send"), *ESSENTIAL_KEYS, ("Ctrl+L", "clear the screen"), ("Ctrl+D", "quit"))
+HELP_MORE = """\
+Also: /search, /branches, /compare, /attach, /tools, /save
+/help all lists every command, /help NAME explains one."""
+HELP_SLASHES = "To send text that begins with /, type //."
 HELP_ALIASES = "{description} (also {aliases})"
 UNKNOWN_COMMAND = "Unknown command /{name}. {hint} To send it as a message, type //{name}."
 DID_YOU_MEAN = "Did you mean {names}?"
@@ -151,7 +148,7 @@ NO_MATCHING_CONVERSATIONS = 'No conversation title contains "{words}". /search l
 MORE_CONVERSATIONS = "These are the newest {count}. /list WORDS and /search WORDS find older ones."
 OPEN_NUMBER = "/open NUMBER opens one."
 SEARCH_USAGE = "What should I search for? Type /search WORDS."
-SEARCH_NOTHING = 'No results for "{words}". Thoughts and tool calls are not searched.'
+SEARCH_NOTHING = 'No results for "{words}", neither in messages nor in thoughts.'
 SEARCH_HIT = "{role}: {snippet}"
 SEARCH_THOUGHT = "{role}, thinking: {snippet}"
 OPEN_NOTHING = 'No conversation matches "{words}". /list shows the newest ones.'
@@ -162,10 +159,7 @@ DELETED = "Deleted. To bring it back, run:  palaver undelete {id}"
 
 # --- branches ---
 
-ROLE_USER = "You"
-ROLE_ASSISTANT = "Model"
-ROLE_TOOL = "Tool"
-ROLE_SYSTEM = "System"
+ROLES = {"user": "You", "assistant": "Model", "tool": "Tool", "system": "System"}
 MESSAGE_HEAD = "{number} {role}"
 VERSIONS = " · {count} versions"
 SYSTEM_HEAD = "System prompt"
@@ -323,6 +317,7 @@ CALL_AGAIN = "Run {names} (again)? y yes, n no, q stop:"
 EDIT_ARGUMENTS = "Arguments of {name}, as JSON (empty: {arguments}):"
 NOT_AN_OBJECT = "The arguments must be a JSON object."
 TOOLS_RUN = "Running {names}"
+TOOL_SERVER_STARTS = "Starting {name}"
 WAITING_FOR_TOOLS = "Connecting to the tool servers"
 TOOLS_NOTICE = "{server}: {text}"
 TOOLS_MISSING = "The tools of {server} were not offered: it {why}."
@@ -397,7 +392,7 @@ STATUS_NEW = "new"
 STATUS_TITLE = "{title} ({id})"
 STATUS_WAYS = "{messages}, {ways} possible"
 AND = " and "
-NO_TOKENS = "The tokens of this reply are from another model."
+NO_TOKENS = "The model in use does not know the tokens of this reply."
 MORE_TOKENS = "{count} tokens in all. /tokens {next} shows the next ones."
 GIVEN_TOKEN = "given"
 FIRST_NUMBER = "first token"
@@ -432,10 +427,10 @@ COMMANDS = {
     "title": CommandText("show or change the title", "[TEXT]"),
     "delete": CommandText("delete this conversation; `palaver undelete` brings it back"),
     "retry": CommandText("get another reply to the same message"),
-    "continue": CommandText("continue a stopped reply exactly where it stopped"),
+    "continue": CommandText("continue a stopped reply where it stopped"),
     "undo": CommandText("go back to before the last exchange"),
     "redo": CommandText("take the last undo back"),
-    "edit": CommandText("rewrite your last message, message N or the reply", "[N | reply] [inline]"),
+    "edit": CommandText("rewrite your last message, N or the reply", "[N | reply] [inline]"),
     "branch": CommandText("go back to message N; your next message starts a new branch", "[N]"),
     "branches": CommandText("list the branches of this conversation"),
     "switch": CommandText("go to another branch or another version of a reply", "N | next | prev"),

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 POLL_SECONDS = 0.1
 MAX_LINES = 8
 """The lines of a result that are shown."""
+_WORDS = {"yes": "y", "no": "n", "always": "a", "server": "s", "never": "v", "edit": "e", "stop": "q", "quit": "q"}
+"""Whole words count as well as letters. Any other answer is asked about again: "stop" must not be taken for "s"."""
 _CHOICES = {
     "y": (True, Remember.ONCE),
     "a": (True, Remember.TOOL),
@@ -93,7 +95,8 @@ async def _ask(session: Session, round: ToolRound, calls: Sequence[RoundCall], i
     question = strings.CALL_AGAIN if interrupted else strings.APPROVE_CALLS if len(calls) > 1 else strings.APPROVE_CALL
     try:
         names = ", ".join(dict.fromkeys(sanitize(call.name) for call in calls))
-        answer = (await session.lines.ask(question.format(names=names))).strip().lower()[:1]
+        answer = (await session.lines.ask(question.format(names=names))).strip().lower()
+        answer = _WORDS.get(answer, answer)
         edited: dict[int, str] = {}
         if answer == "e":
             edited = {call.position: await _edit(session, call) for call in calls}

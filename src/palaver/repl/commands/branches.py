@@ -38,12 +38,6 @@ _STATUS_NOTES = {
     ReplyStatus.FAILED: strings.FAILED_REPLY,
     ReplyStatus.RUNNING: strings.RUNNING,
 }
-_ROLE_NAMES = {
-    Role.USER: strings.ROLE_USER,
-    Role.ASSISTANT: strings.ROLE_ASSISTANT,
-    Role.TOOL: strings.ROLE_TOOL,
-    Role.SYSTEM: strings.ROLE_SYSTEM,
-}
 
 
 @commands.command("retry", ("regen",))
@@ -253,7 +247,7 @@ def render_message(
 ) -> list[RenderableType]:
     """A stored message. Its thinking is one line, or that line and the text."""
     versions = strings.VERSIONS.format(count=siblings) if siblings > 1 else ""
-    head = strings.MESSAGE_HEAD.format(number=number, role=_ROLE_NAMES[stored.role])
+    head = strings.MESSAGE_HEAD.format(number=number, role=strings.ROLES[stored.role])
     shown: list[RenderableType] = [Text.assemble((head, "name"), (versions, "note"))]
     if stored.thinking:
         shown.append(Text(_thinking_line(stored), style="thought"))

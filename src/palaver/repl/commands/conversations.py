@@ -74,7 +74,7 @@ async def search(session: Session, arguments: str) -> None:
             f"{number}",
             one_line(hit.title, 40),
             (strings.SEARCH_THOUGHT if hit.in_thought else strings.SEARCH_HIT).format(
-                role=hit.role, snippet=one_line(hit.snippet)
+                role=strings.ROLES[hit.role], snippet=one_line(hit.snippet)
             ),
         )
     if not hits:

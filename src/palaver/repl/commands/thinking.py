@@ -42,7 +42,9 @@ async def think(session: Session, arguments: str) -> None:
     card = await session.wait_for(session.chat.wait_until_ready(), strings.WAITING_FOR_MODEL)
     match arguments.lower().split():
         case []:
-            pass
+            summary = thinking_summary(card)
+            await _show_thinking_settings(session, strings.THINKING_OF_MODEL.format(summary=summary))
+            return
         case [word] if (state := parse_switch(word)) is not None:
             _check_switch(card, state)
             await session.cursor.set_parameters(thinking=state, effort=None)
@@ -59,10 +61,10 @@ async def think(session: Session, arguments: str) -> None:
             await session.cursor.set_parameters(effort=effort, thinking=None)
         case _:
             raise RequestError(strings.THINK_USAGE)
-    await _show_thinking_settings(session, card)
+    await _show_thinking_settings(session)
 
 
-async def _show_thinking_settings(session: Session, card: ModelCard) -> None:
+async def _show_thinking_settings(session: Session, *about: str) -> None:
     parameters = (await session.cursor.settings()).parameters
     state = {None: strings.THINKING_DEFAULT, True: strings.THINKING_ON, False: strings.THINKING_OFF}
     facts = [strings.THINKING_SETTING.format(state=state[parameters.get("thinking")])]
@@ -70,8 +72,7 @@ async def _show_thinking_settings(session: Session, card: ModelCard) -> None:
         facts.append(strings.THINKING_EFFORT.format(effort=parameters["effort"]))
     if (budget := parameters.get("thinking_budget")) is not None:
         facts.append(strings.THINKING_BUDGET.format(tokens=f"{budget:,}"))
-    model = strings.THINKING_OF_MODEL.format(summary=thinking_summary(card))
-    session.screen.note(f"{' · '.join(facts)}. {model}")
+    session.screen.note(" ".join((f"{' · '.join(facts)}.", *about)))
 
 
 def _check_switch(card: ModelCard, state: bool) -> None:

@@ -77,7 +77,7 @@ async def _add_server(session: Session, arguments: str) -> None:
     except ValueError:
         raise RequestError(strings.TOOL_SERVER_USAGE) from None
     await _check_support(session)
-    card = await session.wait_for(session.chat.add_tool_server(server), strings.TOOLS_RUN.format(names=name))
+    card = await session.wait_for(session.chat.add_tool_server(server), strings.TOOL_SERVER_STARTS.format(name=name))
     if card.needs_sign_in:
         card = await _sign_in(session, name)
     if not card.error:
