@@ -61,7 +61,6 @@ def folder(
         yield tmp_path
         return
     (tmp_path / "speech.wav").write_bytes(media_files.sound())
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr(live.service, "transcriber_name", str(request.getfixturevalue("whisper")))
     yield tmp_path
     live.run_in_loop(live.service.transcriber.close)

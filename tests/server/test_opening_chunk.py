@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from websockets.asyncio.client import connect
 
-from palaver.engines.core.generation import ReplyState
+from palaver.engines.core.reply_state import ReplyState
 from palaver.generation import Output, Prompt
 from tests.scripted_engine import ScriptedEngine
 from tests.server.chat_client import CHAT, SUM

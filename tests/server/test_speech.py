@@ -17,7 +17,7 @@ import numpy as np
 import openai
 import pytest
 
-from palaver.engines.core.logits_processors import unspeakable_characters
+from palaver.engines.core.token_masks import unspeakable_characters
 from palaver.voice import speech
 from palaver.voice.base import IsStopped, Samples, Speaker, VoiceFailed, VoiceMissing, VoiceSettings
 from tests.server.chat_client import SUM, WEATHER, complete, delta_text, post_error, stream

@@ -62,7 +62,7 @@ def router() -> APIRouter:
 
     @routes.get("/health", response_model=Health)
     async def health(request: Request, state: StateDep) -> Response:
-        """Whether a reply can be made now: 200, or 503 and why not. Without a key, the status alone."""
+        """Whether a reply can be generated now: 200, or 503 with the reason. Without a key, the status only."""
         now = await _current_health(state)
         status = 200 if now.status == ModelState.READY else 503
         value = {**now.model_dump(), "instance": state.settings.instance}
@@ -73,7 +73,7 @@ def router() -> APIRouter:
     @routes.get("/ready")
     async def ready(state: StateDep) -> Response:
         """Whether a load balancer may send requests here: 200, or 503 while the model, its engine or the database can't
-        be used. It says no more, and needs no key."""
+        be used. It needs no key."""
         is_ready = (await _current_health(state)).status == ModelState.READY
         return JSONResponse({"ready": is_ready}, 200 if is_ready else 503)
 
@@ -84,8 +84,8 @@ def router() -> APIRouter:
 
     @routes.get("/v1/models")
     async def models(request: Request, state: StateDep) -> dict[str, Any]:
-        """The model in use first, then others that can be asked for, and aliases; with the header `anthropic-version`
-        in Anthropic's shape."""
+        """The model in use, then the other available ones and aliases. With the header `anthropic-version`, in
+        Anthropic's format."""
         cards = await _cards(state)
         if speaks_anthropic(request.scope):
             return models_page(cards, request.query_params)
@@ -93,7 +93,7 @@ def router() -> APIRouter:
 
     @routes.get("/v1/models/{name:path}")
     async def model(request: Request, name: str, state: StateDep) -> dict[str, Any]:
-        """One of them."""
+        """One model."""
         cards = await _cards(state)
         if name not in cards:
             raise ModelNotOffered(name, list(cards))
@@ -101,7 +101,7 @@ def router() -> APIRouter:
 
     @routes.post("/v1/model/load", response_model=None)
     async def load(body: LoadRequest, caller: AdminDep, state: StateDep) -> Response:
-        """Puts another model into use. The turns of other models go on."""
+        """Makes another model the one in use. The turns of other models go on."""
         check_model_name(body.model, state)
         state.service.models.load(body.model)
         if body.stream:
@@ -111,8 +111,8 @@ def router() -> APIRouter:
 
     @routes.post("/v1/model/unload")
     async def unload(caller: AdminDep, state: StateDep, body: UnloadRequest | None = None) -> Health:
-        """Lets go of all models and their memory; running turns are parked and can be continued. With a name, of that
-        model alone, when its turns have ended."""
+        """Unloads all models; running turns are stopped and can be continued. With a name, unloads that model when
+        its turns have ended."""
         await state.service.models.unload(body.model if body is not None else "")
         return _health(state.service.models.card())
 

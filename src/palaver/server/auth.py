@@ -157,7 +157,7 @@ class Authenticator:
 
 
 def presented_key(headers: Mapping[bytes, bytes]) -> str | None:
-    """The key of a request, in whichever header its client sends it."""
+    """The key of a request, from any of the headers that clients use."""
     kind, _, token = headers.get(b"authorization", b"").decode("latin-1").partition(" ")
     if kind.lower() == "bearer" and token.strip():
         return token.strip()

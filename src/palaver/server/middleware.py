@@ -138,7 +138,7 @@ class ProtectionMiddleware:
             if not self._is_public(scope["path"].removeprefix(self.settings.prefix)):
                 raise
             scope["state"]["caller"] = None
-            await self._rate_limiter.acquire((scope.get("client") or ("nobody",))[0])
+            await self._rate_limiter.acquire((scope.get("client") or ("unknown",))[0])
         else:
             await self._rate_limiter.acquire(caller.owner_id)
 

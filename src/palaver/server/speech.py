@@ -46,11 +46,11 @@ _AUDIO_CONTENT = {"schema": {"type": "string", "format": "binary"}}
 
 class SpeechRequest(RequestFields):
     input: str = Field(description="The text; Markdown is not read out, nor is code.")
-    model: str | None = Field(None, description="The server's voice; the names of OpenAI's models mean the same.")
+    model: str | None = Field(None, description="The server's voice engine; names of OpenAI's models are accepted.")
     voice: str | VoiceReference | None = Field(None, description="One of its voices: see GET /v1/audio/voices.")
     response_format: str = Field("mp3", description="wav, pcm, flac, mp3 or opus.")
     speed: float = 1.0
-    stream: bool | None = Field(None, description="Whether sound is sent as it is made: wav and pcm.")
+    stream: bool | None = Field(None, description="Whether sound is sent while it is generated: wav and pcm.")
     stream_format: Literal["audio", "sse"] | None = Field(None, description="sse: as events that hold base64.")
     instructions: Literal[""] | None = Field(None, description="Not supported.")
 
@@ -76,7 +76,7 @@ def router() -> APIRouter:
 
     @routes.get("/v1/audio/voices")
     async def voices(caller: CallerDep, state: StateDep) -> dict[str, str | list[str]]:
-        """What speaks here, and the voices it has."""
+        """The voice engine and its voices."""
         speaker = await state.speakers.current()
         return {"model": speaker.name, "voices": list(speaker.voices)}
 
@@ -153,7 +153,7 @@ _AUDIO_RESPONSE: dict[int | str, dict[str, Any]] = {
 
 @message_speech_routes.get("/messages/{id}/speech", response_class=Response, responses=_AUDIO_RESPONSE)
 async def speech(id: str, chat: ChatDep, state: StateDep, voice: str = "", speed: float = 1.0) -> Response:
-    """WAV, 24 kHz and mono, sent clause by clause as it is spoken. A reply that is being made is spoken as it comes, to
+    """WAV, 24 kHz and mono, sent clause by clause as it is spoken. A running reply is spoken while it is generated, to
     its end. Thinking, calls and code are not spoken."""
     low, high = SPEEDS
     if not low <= speed <= high:

@@ -39,8 +39,8 @@ class TranslationRequest(BaseModel):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
     file: UploadFile = Field(description="Sound, or a video with sound.")
-    model: str = Field(description="The server's transcriber; the names of OpenAI's models mean the same.")
-    prompt: str = Field("", max_length=20_000, description="Text in whose style and spelling the transcript continues.")
+    model: str = Field(description="The server's transcriber; names of OpenAI's models are accepted.")
+    prompt: str = Field("", max_length=20_000, description="Text whose style and spelling the transcript follows.")
     response_format: ResponseFormat = "json"
     temperature: float = Field(0.0, ge=0.0, le=1.0)
 
@@ -84,7 +84,7 @@ def router() -> APIRouter:
         caller: CallerDep,
         state: StateDep,
     ) -> Response:
-        """The words of a sound; whole, or window by window as they are recognised."""
+        """Transcribes speech; whole, or as a stream, window by window."""
         if body.granularities and body.response_format != "verbose_json":
             named = body.granularities[0]
             raise BadParameter("timestamp_granularities", named, "needs the response_format verbose_json")
@@ -106,7 +106,7 @@ def router() -> APIRouter:
         caller: CallerDep,
         state: StateDep,
     ) -> Response:
-        """The words of a sound in English."""
+        """Translates speech into English text."""
         job = await _start(request, body, state, caller.owner_id)
         return await job.respond(request, body.response_format)
 

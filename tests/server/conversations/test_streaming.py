@@ -294,7 +294,7 @@ async def test_a_turn_that_is_left_for_another_server_has_not_failed(tmp_path: P
             for read in (await alone, await among):
                 assert read[-1].event == "closing"
                 assert not any('"failed"' in one.data for one in read)
-            assert stage.service.store.replies.is_held(stage.service.turns.lease, id), "it still runs"
+            assert stage.service.store.replies.holder(id) == stage.service.turns.lease.id, "it still runs"
 
 
 async def test_a_long_reply_is_told_whole_to_a_slow_reader(tmp_path: Path) -> None:

@@ -15,7 +15,8 @@ from palaver.addresses import AddressGuard
 from palaver.chat.interface import Chat, Remember
 from palaver.client.http_chat import HttpChat
 from palaver.errors import BadParameter
-from palaver.store.tool_rounds import CallState, RoundState, Rule, ToolRule
+from palaver.store.tool_rounds import CallState, RoundState
+from palaver.store.tool_rules import Rule, ToolRule
 from palaver.tools.config import BadToolServer, ServerConfig
 from palaver.tools.oauth import DONE
 from palaver.tools.servers import ToolServerFailed, ToolServerState

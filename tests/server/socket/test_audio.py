@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from palaver.engines.core.logits_processors import unspeakable_characters
+from palaver.engines.core.token_masks import unspeakable_characters
 from palaver.media import BadMedia, MediaDecoder
 from palaver.server.socket.request import decode_recording
 from palaver.voice import speech

@@ -62,8 +62,8 @@ def router() -> APIRouter:
 
     @routes.post("/v1/messages", response_model=None, responses=_RESPONSES)
     async def messages(request: Request, body: MessagesRequest, caller: CallerDep, state: StateDep) -> Response:
-        """A reply to a conversation, whole or as a stream of server-sent events. One that is named by
-        `metadata.conversation` (or the header `x-conversation`; `new` makes one) keeps what is said."""
+        """A reply to the messages, whole or as a stream of server-sent events. If `metadata.conversation` (or the
+        header `x-conversation`) names a conversation, both are stored there; `new` creates one."""
         _check_version(request)
         name = conversation_name(body.metadata, request.headers)
         if name is None:
@@ -75,7 +75,7 @@ def router() -> APIRouter:
 
     @routes.post("/v1/messages/count_tokens")
     async def count_tokens(request: Request, body: CountRequest, caller: CallerDep, state: StateDep) -> TokenCount:
-        """How many tokens the model would read."""
+        """Counts the prompt tokens."""
         _check_version(request)
         model = await state.model(body.model)
         return TokenCount(input_tokens=await asyncio.to_thread(_count_tokens, body, model, caller.owner_id, state))

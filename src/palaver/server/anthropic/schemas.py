@@ -47,12 +47,12 @@ class TextBlock(RequestFields):
 class ThinkingBlock(RequestFields):
     type: Literal["thinking"]
     thinking: str
-    signature: str | None = Field(None, description="As it came. Without one the thought counts by its words.")
+    signature: str | None = Field(None, description="As received. Without one the text of the thought is used.")
 
 
 class RedactedThinkingBlock(RequestFields):
     type: Literal["redacted_thinking"]
-    data: str = Field(description="Nobody here can read it: it is left out.")
+    data: str = Field(description="Encrypted by Anthropic's servers; left out of the prompt.")
 
 
 class ToolUseBlock(RequestFields):
@@ -64,7 +64,7 @@ class ToolUseBlock(RequestFields):
 
 class MediaSource(RequestFields):
     type: str = Field(description="base64, url; of a document also text or content.")
-    media_type: str | None = Field(None, description="Ignored: the bytes show it.")
+    media_type: str | None = Field(None, description="Ignored: the type is detected from the data.")
     data: str | None = None
     url: str | None = None
     content: str | list[ResultBlock] | None = None
@@ -94,7 +94,7 @@ class ToolResultBlock(RequestFields):
     type: Literal["tool_result"]
     tool_use_id: str
     content: str | list[ResultBlock] | None = None
-    is_error: Switched = Field(None, description="The content is told with `Error: ` before it.")
+    is_error: Switched = Field(None, description="`Error: ` is put before the content.")
 
 
 def _block_type(value: Any) -> str:
@@ -134,7 +134,7 @@ class InputTool(RequestFields):
     name: str = Field(min_length=1, max_length=128)
     description: str | None = None
     input_schema: dict[str, Any] | None = None
-    strict: Switched = Field(None, description="Calls that are forced follow the schema whatever this says.")
+    strict: Switched = Field(None, description="Forced calls always follow the schema.")
 
 
 class ToolChoice(RequestFields):
@@ -145,9 +145,11 @@ class ToolChoice(RequestFields):
 
 class ThinkingConfig(RequestFields):
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: Whole = Field(None, description="After so many tokens the thought is closed and the answer comes.")
+    budget_tokens: Whole = Field(
+        None, description="After this many tokens the thought is closed and the answer begins."
+    )
     display: Literal["summarized", "omitted"] | None = Field(
-        None, description="`omitted` leaves out what was thought; its signature brings it back."
+        None, description="`omitted` leaves out the text of the thought; its signature still has it."
     )
 
 
@@ -157,7 +159,7 @@ class OutputFormat(RequestFields):
 
 
 class OutputConfig(RequestFields):
-    effort: str | None = Field(None, description="In a word that the model's template knows.")
+    effort: str | None = Field(None, description="A level that the model's template has.")
     format: OutputFormat | None = None
 
 
@@ -167,15 +169,15 @@ class CountRequest(RequestFields):
     system: str | list[TextBlock] | None = None
     tools: list[InputTool] | None = None
     tool_choice: ToolChoice | None = None
-    thinking: ThinkingConfig | None = Field(None, description="Left out, it is as the model's template has it.")
+    thinking: ThinkingConfig | None = Field(None, description="The default is the template's.")
     output_config: OutputConfig | None = None
     media: MediaOptions | None = None
 
 
 class MessagesRequest(CountRequest):
-    max_tokens: int = Field(ge=1, description="Of what is new, thinking included.")
+    max_tokens: int = Field(ge=1, description="New tokens, thinking included.")
     stream: Switched = None
-    stop_sequences: list[str] | None = Field(None, description="They count in the answer alone.")
+    stop_sequences: list[str] | None = Field(None, description="They apply to the answer only.")
     temperature: Number = None
     top_p: Number = None
     top_k: Whole = Field(None, description="0 or -1 is off.")
@@ -189,11 +191,11 @@ class MessagesRequest(CountRequest):
 
 
 class AnthropicUsage(BaseModel):
-    input_tokens: int = Field(description="What had to be computed of the prompt.")
+    input_tokens: int = Field(description="Prompt tokens that were computed.")
     cache_creation_input_tokens: int
-    cache_read_input_tokens: int = Field(description="What had been computed before.")
+    cache_read_input_tokens: int = Field(description="Prompt tokens from the cache.")
     output_tokens: int
-    output_tokens_details: dict[str, int] = Field(description="`thinking_tokens`: those that were thought.")
+    output_tokens_details: dict[str, int] = Field(description="`thinking_tokens`: the tokens of the thought.")
 
 
 class AnthropicMessage(BaseModel):
@@ -209,7 +211,7 @@ class AnthropicMessage(BaseModel):
     ]
     stop_sequence: str | None
     usage: AnthropicUsage
-    notices: list[str] | None = Field(None, description="What the reader of the reply should know.")
+    notices: list[str] | None = Field(None, description="Information for the reader of the reply.")
     metadata: dict[str, str] | None = Field(None, description="Of a conversation: it, the message and the reply.")
 
 

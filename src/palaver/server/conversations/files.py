@@ -87,7 +87,7 @@ async def export_preferences(chat: ChatDep, conversation: str | None = None) -> 
 async def take_in(
     request: Request, response: Response, chat: ChatDep, state: StateDep, report: bool = False
 ) -> list[Conversation] | ImportReport:
-    """Takes a file, whichever of the known forms it has; the same one twice only once.
+    """Imports a file of any known format. A conversation that was imported before is not imported again.
 
     The header `Palaver-Skipped` counts what could not be imported; with `report` the answer lists it. Ends with its
     client: conversations that are stored by then stay.
@@ -145,7 +145,7 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
     openapi_extra={"requestBody": {"required": True, "content": {OCTET_STREAM: BINARY}}},
 )
 async def put(request: Request, chat: ChatDep, name: FileName = "") -> BlobUploadSchema:
-    """Takes a picture, sound or video; the same bytes are kept once."""
+    """Stores a picture, sound or video. The same bytes are stored once."""
     blob = await chat.put_blob(await request.body(), name)
     return BlobUploadSchema.model_validate(asdict(blob))
 
@@ -162,14 +162,14 @@ async def read_document(request: Request, chat: ChatDep, name: FileName = "") ->
 async def transcribe(
     request: Request, chat: ChatDep, name: FileName = "", language: Annotated[str, Query(max_length=20)] = ""
 ) -> TranscriptionSchema:
-    """The words of sound, to be edited and sent as text; `language` is what is spoken. Nothing is stored."""
+    """Transcribes speech, so that the text can be edited and sent. `language`: the spoken one. Nothing is stored."""
     work = chat.transcribe(await request.body(), name, language)
     return TranscriptionSchema(text=await run_while_connected(request, work))
 
 
 @blob_routes.get("/blobs/{digest}", response_class=Response, responses={200: {"content": {OCTET_STREAM: BINARY}}})
 async def blob(digest: str, chat: ChatDep, type: str = OCTET_STREAM) -> Response:
-    """`type` is what the bytes are to be shown as."""
+    """`type`: the media type of the response."""
     if not _DIGEST.fullmatch(digest):
         raise NotFound("blob", digest)
     if type not in SAFE_TYPES:

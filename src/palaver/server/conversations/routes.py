@@ -26,7 +26,8 @@ from palaver.store.comparisons import Comparison, TallyRow
 from palaver.store.encoding import media_part
 from palaver.store.records import ConversationDefaults
 from palaver.store.shares import Share
-from palaver.store.tool_rounds import ToolRound, ToolRule
+from palaver.store.tool_rounds import ToolRound
+from palaver.store.tool_rules import ToolRule
 from palaver.tools.config import parse_server
 from palaver.tools.oauth import DONE
 from palaver.tools.servers import ServerCard, ServerResource
@@ -106,7 +107,7 @@ async def conversation(id: str, chat: ChatDep) -> Conversation:
 
 @conversation_routes.patch("/conversations/{id}")
 async def change(id: str, body: UpdateConversationRequest, chat: ChatDep) -> Conversation:
-    """Sets what is given. The parameters are set as a whole."""
+    """Sets the given fields. The parameters are replaced as a whole."""
     return await chat.update_conversation(
         id, title=body.title, system=body.system, parameters=body.parameters, tags=body.tags, pinned=body.pinned
     )
@@ -114,7 +115,7 @@ async def change(id: str, body: UpdateConversationRequest, chat: ChatDep) -> Con
 
 @conversation_routes.delete("/conversations/{id}", status_code=204)
 async def delete(id: str, chat: ChatDep) -> None:
-    """Out of sight; `undelete` brings it back."""
+    """Deletes the conversation; `undelete` restores it."""
     await chat.delete_conversation(id)
 
 
@@ -125,7 +126,7 @@ async def undelete(id: str, chat: ChatDep) -> Conversation:
 
 @conversation_routes.post("/conversations/{id}/forget", status_code=204)
 async def forget(id: str, chat: ChatDep) -> None:
-    """Frees what the model keeps of it to go on quickly. The conversation stays; its next turn is computed anew."""
+    """Frees the conversation's part of the model's cache. Its next turn computes the whole prompt."""
     await chat.clear_cache(id)
 
 
@@ -137,19 +138,19 @@ async def nodes(id: str, chat: ChatDep) -> list[TreeNode]:
 
 @conversation_routes.get("/conversations/{id}/previews")
 async def previews(id: str, chat: ChatDep) -> dict[str, str]:
-    """The beginning of every message, by its id."""
+    """The first words of every message, by its id."""
     return dict(await chat.previews(id))
 
 
 @conversation_routes.get("/conversations/{id}/newest-leaf")
 async def newest_leaf(id: str, chat: ChatDep, start: str | None = None) -> LeafSchema:
-    """Where a switch to the branch of `start` leads: its end that was written to last."""
+    """The leaf of the branch of `start` that was written to last: a switch to the branch leads there."""
     return LeafSchema(id=await chat.newest_leaf(id, start))
 
 
 @conversation_routes.post("/conversations/{id}/gauge")
 async def gauge(id: str, body: ContextUsageRequest, chat: ChatDep) -> ContextUsage:
-    """How full the context would be if the conversation went on behind `leaf`."""
+    """How full the context would be if the conversation continued after `leaf`."""
     return await chat.context_usage(id, body.leaf, body.parameters)
 
 
@@ -160,7 +161,7 @@ async def tags(chat: ChatDep) -> list[str]:
 
 @conversation_routes.get("/search")
 async def search(query: str, chat: ChatDep, limit: Limit = 20) -> list[SearchHit]:
-    """Messages that hold every term, the newest first. Terms are beginnings of words, or phrases "in quotes"."""
+    """Messages that contain every term, the newest first. Terms are beginnings of words, or phrases "in quotes"."""
     return list(await chat.search(query, limit))
 
 
@@ -169,7 +170,7 @@ cursor_routes = APIRouter(tags=["cursors"])
 
 @cursor_routes.get("/conversations/{id}/cursor")
 async def cursor(id: str, client: str, chat: ChatDep) -> Cursor:
-    """Where the client stands; one that was never here stands where somebody was last."""
+    """The client's place in the conversation. A new client starts where the conversation was used last."""
     return await chat.cursor(id, client)
 
 
@@ -180,7 +181,7 @@ async def move(id: str, body: MoveCursorRequest, chat: ChatDep) -> Cursor:
 
 @cursor_routes.post("/conversations/{id}/cursor/undo")
 async def undo(id: str, body: CursorRequest, chat: ChatDep) -> Cursor:
-    """Back to where the client was before its last move."""
+    """Moves the client back to where it was before its last move."""
     return await chat.undo(id, body.client)
 
 
@@ -200,19 +201,19 @@ async def presets(chat: ChatDep) -> list[Preset]:
 
 @preset_routes.put("/presets")
 async def save(body: SavePresetRequest, chat: ChatDep) -> Preset:
-    """In place of one of that name."""
+    """Saves a preset. Replaces one of the same name."""
     return await chat.save_preset(body.name, body.system, body.parameters)
 
 
 @preset_routes.post("/presets/delete", status_code=204, summary="Delete", operation_id="delete_api_presets_delete_post")
 async def delete_preset(body: DeletePresetRequest, chat: ChatDep) -> None:
-    """A name may hold anything, so it is no part of a path."""
+    """The name is in the body, because it may contain any character."""
     await chat.delete_preset(body.name)
 
 
 @preset_routes.get("/defaults")
 async def defaults(chat: ChatDep) -> ConversationDefaults:
-    """What the page's new conversations begin with."""
+    """The defaults of new conversations on the page."""
     return await chat.defaults()
 
 
@@ -243,14 +244,14 @@ async def siblings(id: str, chat: ChatDep) -> list[StoredMessage]:
 
 @message_routes.post("/conversations/{id}/messages", status_code=201)
 async def append(id: str, body: AppendMessageRequest, chat: ChatDep, key: IdempotencyKeyDep) -> StoredMessage:
-    """Puts a message into the tree without asking for a reply."""
+    """Stores a message without starting a reply."""
     message = await resolve_message(chat, body.message)
     return await chat.append_message(id, body.parent, message, key=idempotency_key(body.key, key))
 
 
 @message_routes.post("/messages/{id}/edit", status_code=201)
 async def edit(id: str, body: EditMessageRequest, chat: ChatDep, key: IdempotencyKeyDep) -> StoredMessage:
-    """Another wording, as a sibling. An edited reply can be continued."""
+    """Stores an edited message as a sibling. An edited reply can be continued."""
     parts = await _resolve_parts(chat, body.parts)
     return await chat.edit_message(id, parts, key=idempotency_key(body.key, key))
 
@@ -260,7 +261,7 @@ async def resolve_message(chat: Chat, message: MessageSchema) -> Message:
 
 
 async def _resolve_parts(chat: Chat, parts: Iterable[NewPart]) -> tuple[Part, ...]:
-    """Replaces blob references by their data, which must belong to the caller."""
+    """Replaces blob references by their data. The blobs must belong to the user."""
     resolved: list[Part] = []
     for part in parts:
         if isinstance(part, Blob):
@@ -275,7 +276,7 @@ turn_routes = APIRouter(tags=["turns"])
 
 @turn_routes.post("/conversations/{id}/say", status_code=201)
 async def say(id: str, body: SendMessageRequest, chat: ChatDep, key: IdempotencyKeyDep) -> SentMessage:
-    """Puts a message into the tree, durably, and begins the reply to it."""
+    """Stores a message and starts the reply to it."""
     message = await resolve_message(chat, body.message)
     once = idempotency_key(body.key, key)
     return await chat.send_message(id, body.parent, message, parameters=body.parameters, key=once)
@@ -283,7 +284,7 @@ async def say(id: str, body: SendMessageRequest, chat: ChatDep, key: Idempotency
 
 @turn_routes.post("/conversations/{id}/replies", status_code=201)
 async def reply(id: str, body: StartReplyRequest, chat: ChatDep, key: IdempotencyKeyDep) -> StoredMessage:
-    """Begins a reply under a message: a retry is a second one under the same."""
+    """Starts a reply to a message. A retry is a second reply to the same message."""
     once = idempotency_key(body.key, key)
     return await chat.start_reply(id, body.parent, parameters=body.parameters, key=once)
 
@@ -293,7 +294,7 @@ ContinueBody = Annotated[ContinueReplyRequest | None, Body(title="Asked")]  # th
 
 @turn_routes.post("/turns/{id}/continue")
 async def go_on(id: str, chat: ChatDep, key: IdempotencyKeyDep, body: ContinueBody = None) -> StoredMessage:
-    """Continues a reply that is not whole: the same message, or else a sibling that begins with all it said."""
+    """Continues a stopped reply: the same message, or else a sibling that begins with its text."""
     return await chat.continue_reply(id, key=idempotency_key(body.key if body is not None else None, key))
 
 
@@ -305,13 +306,13 @@ async def fork(id: str, body: ForkReplyRequest, chat: ChatDep, key: IdempotencyK
 
 @turn_routes.post("/turns/{id}/stop", status_code=204)
 async def stop(id: str, chat: ChatDep) -> None:
-    """Keeps everything so far. A turn that is over stays so."""
+    """Stops the turn and keeps its text. Has no effect on a turn that has ended."""
     await chat.stop_reply(id)
 
 
 @turn_routes.post("/turns/{id}/answer-now", status_code=204)
 async def answer_now(id: str, chat: ChatDep) -> None:
-    """Closes an open thought, so that the answer comes next."""
+    """Closes an open thought, so that the answer begins."""
     await chat.answer_now(id)
 
 
@@ -332,7 +333,7 @@ _DAY_SECONDS = 24 * 3600
 
 @share_routes.post("/conversations/{id}/shares", status_code=201)
 async def share_branch(id: str, body: ShareBranchRequest, chat: ChatDep, state: StateDep) -> NewShareSchema:
-    """Creates a link to a read-only page of a branch, if the operator allows it. Whoever has the link can read it."""
+    """Creates a link to a read-only page of a branch, if the operator allows it. Anyone with the link can read it."""
     if not state.settings.share:
         raise NotAllowed("This server doesn't share conversations; --share allows it.")
     if (await chat.message(body.leaf)).conversation_id != id:
@@ -415,20 +416,20 @@ async def remove_tool_server(body: RemoveToolServerRequest, chat: ChatDep) -> No
 
 @tool_routes.post("/tools/sign-in")
 async def start_sign_in(body: StartSignInRequest, request: Request, chat: ChatDep) -> SignInSchema:
-    """Begins to sign this user in to a tool server with OAuth."""
+    """Starts to sign this user in to a tool server with OAuth."""
     redirect_uri = body.redirect_uri or f"{request.base_url}api/tools/callback"
     return SignInSchema(url=await chat.start_sign_in(body.server, redirect_uri))
 
 
 @tool_routes.post("/tools/sign-in/finish")
 async def finish_sign_in(body: FinishSignInRequest, chat: ChatDep) -> ServerCard:
-    """Ends a sign-in that this user began, for callers to whose own address the browser came back."""
+    """Completes a sign-in of this user, for clients whose own address the browser returned to."""
     return await chat.finish_sign_in(body.state, body.code, body.issuer)
 
 
 @tool_routes.get("/tools/callback", response_class=HTMLResponse, include_in_schema=False)
 async def sign_in_callback(request: Request, state: StateDep, again: bool = False) -> HTMLResponse:
-    """The browser comes back from an authorization server. It sends the page's cookie only with a navigation from this
+    """The browser returns from an authorization server. It sends the page's cookie only with a navigation from this
     site, so that the first request leads to a second one."""
     if not again:
         target = escape(f"{request.url.path}?{request.url.query}&again=true", quote=True)
@@ -444,19 +445,19 @@ async def sign_in_callback(request: Request, state: StateDep, again: bool = Fals
 
 @tool_routes.get("/tools/rules")
 async def tool_rules(chat: ChatDep) -> list[ToolRule]:
-    """What this user decided about tools and servers for the future."""
+    """The rules of this user about tools and servers."""
     return list(await chat.tool_rules())
 
 
 @tool_routes.delete("/tools/rules")
 async def forget_tool_rules(chat: ChatDep, name: str | None = None, conversation: str | None = None) -> ForgottenSchema:
-    """Takes decisions back: those about a tool or a server by its `name`, those in a `conversation`, or all."""
+    """Removes rules: those about a tool or a server by its `name`, those in a `conversation`, or all."""
     return ForgottenSchema(forgotten=await chat.forget_tool_rules(name, conversation))
 
 
 @tool_routes.get("/tools/resources")
 async def tool_resources(server: str, chat: ChatDep) -> list[ServerResource]:
-    """What a tool server has to be attached to a message: resources, and prompts with the names of their arguments."""
+    """What can be attached to a message: a server's resources, and its prompts with the names of their arguments."""
     return list(await chat.tool_resources(server))
 
 
@@ -485,7 +486,7 @@ model_routes = APIRouter(tags=["model"])
 
 @model_routes.get("/model")
 async def model(chat: ChatDep, name: Annotated[str, Query(max_length=500)] = "") -> ModelCard:
-    """The model of that name, and how much of it is loaded; without one, the model in use or on its way."""
+    """The model of that name, and how much of it is loaded; without a name, the model in use or being loaded."""
     return await chat.model(name)
 
 
@@ -497,13 +498,13 @@ async def models(chat: ChatDep) -> list[str]:
 
 @model_routes.get("/models/cards")
 async def model_cards(chat: ChatDep) -> list[ModelCard]:
-    """What each of them takes. Those that were never loaded say what their files say."""
+    """A card of each model. Cards of models that were never loaded have only what is in their files."""
     return list(await chat.model_cards())
 
 
 @model_routes.post("/model/load")
 async def load(body: LoadModelRequest, chat: ChatDep, state: StateDep, _: AdminDep) -> ModelCard:
-    """Puts another model into use. Answers at once; the turns of other models go on."""
+    """Makes another model the one in use. Returns at once; the turns of other models go on."""
     check_model_name(body.name, state)
     return await chat.load_model(body.name)
 
@@ -515,7 +516,7 @@ async def unload(chat: ChatDep, _: AdminDep) -> ModelCard:
 
 @model_routes.get("/model/ready")
 async def ready(chat: ChatDep, wait: Annotated[float, Query(ge=0, le=60)] = 25.0) -> ModelCard:
-    """Waits until the model can be talked to, `wait` seconds at most; then says how it stands."""
+    """Waits until the model is ready, `wait` seconds at most; then returns its state."""
     try:
         async with asyncio.timeout(wait):
             return await chat.wait_until_ready()

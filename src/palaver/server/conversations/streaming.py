@@ -175,15 +175,15 @@ _MERGED_STREAM = _event_stream(StreamItem, "Events whose `data` is an item of th
 async def events(
     id: str, chat: ChatDep, after: EventNumber = 0, last_event_id: Annotated[str | None, Header()] = None
 ) -> EventStream:
-    """The turn's events after that number, as they come, to its end. `Last-Event-ID` goes before `after`. A number
-    that the turn never had is refused."""
+    """The turn's events after that number, to its end. `Last-Event-ID` takes precedence over `after`. A number that
+    the turn never had is refused."""
     number = after if last_event_id is None else _parse_number("Last-Event-ID", last_event_id)
     return EventStream(await turn_stream(chat, id, number))
 
 
 @routes.get("/events", status_code=200, response_class=EventStream, responses=_MERGED_STREAM)
 async def follow(chat: ChatDep, closing: ClosingDep, turns: str = "", changes: bool = False) -> EventStream:
-    """Many turns in one stream, as in `turns=ID:after,ID:after`, and what changes in the caller's conversations."""
+    """Many turns in one stream, as in `turns=ID:after,ID:after`, and the changes of the user's conversations."""
     request = FollowRequest(turns=[_parse_position(text) for text in _split_turns(turns)], changes=changes)
     return EventStream(merged_stream(chat, request, closing))
 

@@ -131,7 +131,7 @@ def parse_request(
 def build_call(
     request: ChatRequest, history: ChatHistory, model: Model, settings: ServerSettings, owner: str
 ) -> ChatCall:
-    """Builds the call from a history that was parsed already, whichever API it came by."""
+    """Builds the call from a parsed history, for every API."""
     parameters = request_parameters(request, settings, model.format)
     resolved = resolve_parameters(model.engine.info.defaults, parameters, draw_seed(), datetime.now())
     options = replace(resolved.options, unsplit=request.reasoning_format == "none")

@@ -39,8 +39,8 @@ def chat_router() -> APIRouter:
 
     @routes.post("/v1/chat/completions", response_model=None)
     async def chat_completions(request: Request, body: ChatRequest, caller: CallerDep, state: StateDep) -> Response:
-        """A reply to a conversation, whole or as a stream of server-sent events. One that is named by
-        `metadata.conversation` (or the header `x-conversation`; `new` makes one) keeps what is said."""
+        """A reply to the messages, whole or as a stream of server-sent events. If `metadata.conversation` (or the
+        header `x-conversation`) names a conversation, both are stored there; `new` creates one."""
         state.transcripts.resolve(caller.owner_id, body.messages)
         name = conversation_name(body.metadata, request.headers)
         if name is None:
@@ -76,17 +76,17 @@ def tokens_router() -> APIRouter:
 
     @routes.post("/v1/tokenize", response_model=dict[str, Any])
     async def tokenize(body: TokenizeRequest, request: Request, state: StateDep) -> Response:
-        """The token ids of a text, or of a conversation as the model reads it."""
+        """The token ids of a text, or of a rendered conversation."""
         return await _answer(_tokenize, body, request, state)
 
     @routes.post("/v1/detokenize", response_model=dict[str, Any])
     async def detokenize(body: DetokenizeRequest, request: Request, state: StateDep) -> Response:
-        """The text of token ids, control tokens and all."""
+        """The text of token ids, control tokens included."""
         return await _answer(_detokenize, body, request, state)
 
     @routes.post("/v1/apply-template", response_model=dict[str, Any])
     async def apply_template(body: RenderRequest, request: Request, state: StateDep) -> Response:
-        """The text that the model reads for a conversation, up to where its reply begins."""
+        """The prompt of a conversation as text, up to the start of the reply."""
         return await _answer(_apply_template, body, request, state)
 
     return routes

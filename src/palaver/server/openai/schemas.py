@@ -45,15 +45,15 @@ class AudioReference(RequestFields):
 class ChatMessage(RequestFields):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[Any] | None = Field(None, description="Text, or a list of parts.")
-    reasoning_content: str | None = Field(None, description="What the assistant thought.")
+    reasoning_content: str | None = Field(None, description="The assistant's thought.")
     reasoning: str | None = Field(None, description="The same, as some clients name it.")
     thinking: str | None = Field(None, description="The same.")
     name: str | None = None
     tool_calls: list[MessageToolCall] | None = None
     tool_call_id: str | None = None
     function_call: FunctionCall | None = None
-    refusal: str | None = Field(None, description="Taken as text of the assistant.")
-    audio: AudioReference | None = Field(None, description="Taken as what was said in it.")
+    refusal: str | None = Field(None, description="Used as text of the assistant.")
+    audio: AudioReference | None = Field(None, description="Its transcript is used as the text.")
     token_ids: list[int] | None = Field(None, description="Of an assistant's message: the ids it was generated as.")
 
 
@@ -61,7 +61,7 @@ class FunctionDefinition(RequestFields):
     name: str = Field(min_length=1, max_length=128)
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: bool | None = Field(None, description="Calls that are forced follow the schema whatever this says.")
+    strict: bool | None = Field(None, description="Forced calls always follow the schema.")
 
 
 class ChatTool(RequestFields):
@@ -80,7 +80,7 @@ class NamedToolChoice(RequestFields):
 
 class AllowedChatTools(RequestFields):
     mode: Literal["auto", "required"] = "auto"
-    tools: list[NamedToolChoice] = Field(description="The model is told of these alone.")
+    tools: list[NamedToolChoice] = Field(description="The prompt has these tools only.")
 
 
 class AllowedToolsChoice(RequestFields):
@@ -143,7 +143,7 @@ class MediaOptions(RequestFields):
 
 
 class SamplingFields(RequestFields):
-    """How tokens are chosen. What is left out is the model's own default, or the operator's."""
+    """How tokens are chosen. Defaults are the model's own, or the operator's."""
 
     model: str | None = None
     stream: Switched = None
@@ -156,7 +156,7 @@ class SamplingFields(RequestFields):
     typical_p: Number = None
     typical: Number = Field(None, description="The same, as tabbyAPI's clients name it.")
     top_a: Number = None
-    dynatemp_range: Number = Field(None, description="The temperature varies by so much, with the entropy.")
+    dynatemp_range: Number = Field(None, description="How much the temperature varies with the entropy.")
     dynatemp_exponent: Number = None
     temp_exponent: Number = Field(None, description="The same, as tabbyAPI's clients name it.")
     min_temp: Number = Field(None, description="With max_temp: the bounds of a temperature that varies.")
@@ -180,10 +180,10 @@ class SamplingFields(RequestFields):
     steps: Whole = Field(None, description="Diffusion models: the steps of a block.")
     block_length: Whole = Field(None, description="Diffusion models: the tokens of a block.")
     remasking: str | None = Field(None, description="Diffusion models: confidence or entropy.")
-    stop: Stop = Field(None, description="Strings or token ids; they count in the answer alone.")
+    stop: Stop = Field(None, description="Strings or token ids; they apply to the answer only.")
     stop_token_ids: list[int] | None = None
     min_tokens: Whole = None
-    max_tokens: Whole = Field(None, description="Of what is new; -1 is no limit.")
+    max_tokens: Whole = Field(None, description="New tokens; -1 is no limit.")
     n_predict: Whole = Field(None, description="The same, as llama.cpp's clients name it.")
     banned_strings: str | list[str] | None = None
     banned_token_ids: list[int] | None = None
@@ -263,7 +263,7 @@ class TokenizeRequest(RequestFields):
     tools: list[ChatTool] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     enable_thinking: Switched = None
-    add_special_tokens: bool = Field(True, description="Whether text begins with what this model's texts begin with.")
+    add_special_tokens: bool = Field(True, description="Whether to prepend the model's beginning-of-text token.")
     return_token_strs: Switched = None
 
 

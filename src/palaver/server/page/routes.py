@@ -148,7 +148,7 @@ session_routes = APIRouter(tags=["session"])
 
 
 class SessionInfo(BaseModel):
-    """Who reads the page. `needs_key` says whether somebody without a key is let in at all."""
+    """The user of the page. `needs_key`: whether a key is required."""
 
     needs_key: bool
     signed_in: bool
@@ -178,7 +178,7 @@ async def session(request: Request, state: StateDep) -> SessionInfo:
 
 @session_routes.post("/api/session")
 async def sign_in(body: KeySignIn, request: Request, response: Response, state: StateDep) -> SessionInfo:
-    """Takes a key and gives a cookie for it."""
+    """Exchanges a key for a cookie."""
     key = body.key.strip()
     caller = await state.authenticator.by_key(key)
     _set_cookie(request, response, state, key, _YEAR)

@@ -1,7 +1,7 @@
 """The page behind a share link: one branch of a conversation as static HTML.
 
 It needs no key, sets no cookie and runs no script. Its policy allows one style and nothing else, and its sandbox makes
-its origin an opaque one, so that it has access to nothing of this server.
+its origin an opaque one, so that it can't access this server.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ def router() -> APIRouter:
 
     @routes.delete("/v1/conversations/{id}")
     async def delete_conversation(id: str, chat: ChatDep) -> ConversationDeleted:
-        """Out of sight, here and at every other door."""
+        """Deletes the conversation, for all APIs."""
         await chat.delete_conversation(id)
         return ConversationDeleted(id=id)
 

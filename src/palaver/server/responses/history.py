@@ -1,7 +1,7 @@
 """Where a response is stored: ids, the request's record, and the branch of a conversation that a request continues.
 
 A response is a reply of a conversation, and its id contains the id of the reply's message. Nothing but the conversation
-is stored, and every reply is a response too, whichever API created it."""
+is stored, and every reply is a response, also those that other APIs created."""
 
 from __future__ import annotations
 

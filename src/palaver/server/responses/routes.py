@@ -41,8 +41,8 @@ def router() -> APIRouter:
 
     @routes.post("/v1/responses", response_model=None, responses=_RESPONSES)
     async def create(request: Request, body: ResponseRequest, caller: CallerDep, state: StateDep) -> Response:
-        """A reply to the input, behind the response before it where one is named. Unless `store` is false it is kept
-        in a conversation, and found again by its id."""
+        """A reply to the input, after the previous response if one is named. Unless `store` is false it is stored in a
+        conversation and can be retrieved by its id."""
         check_request(body)
         answer = serving.answer_stateless if body.store is False else serving.answer_stored
         coming = answer(request, body, caller.owner_id, state)
@@ -50,7 +50,7 @@ def router() -> APIRouter:
 
     @routes.post("/v1/responses/input_tokens")
     async def input_tokens(body: ResponseRequest, caller: CallerDep, state: StateDep) -> InputTokens:
-        """How many tokens the model would read for a response; nothing is said."""
+        """Counts the prompt tokens of a response. Nothing is generated."""
         check_request(body)
         return InputTokens(input_tokens=await serving.count_input_tokens(body, caller.owner_id, state))
 
@@ -67,7 +67,7 @@ def router() -> APIRouter:
         starting_after: Annotated[int | None, Query(ge=0, le=MAX_NUMBER)] = None,
         include_obfuscation: bool | None = None,
     ) -> Response:
-        """A response as it stands; as a stream, its events after a number, to its end."""
+        """A response in its current state; as a stream, its events after a number, to its end."""
         included = [*(include or ()), *(bracketed or ())]
         if stream:
             after = -1 if starting_after is None else starting_after
@@ -78,12 +78,12 @@ def router() -> APIRouter:
 
     @routes.post("/v1/responses/{id}/cancel", response_model=None, responses=_RESPONSES)
     async def cancel(id: str, chat: ChatDep, caller: CallerDep, state: StateDep) -> Response:
-        """Stops it where it runs; what was said is kept. One that is over stays as it is."""
+        """Stops a running response and keeps its text. Has no effect on one that has ended."""
         return JSONResponse(await serving.cancel_response(state, chat, caller.owner_id, id))
 
     @routes.delete("/v1/responses/{id}")
     async def delete(id: str, chat: ChatDep, state: StateDep) -> ResponseDeleted:
-        """Deletes it, and with the last response of a conversation the conversation."""
+        """Deletes a response, and with the last response of a conversation the conversation."""
         await serving.delete_response(state, chat, id)
         return ResponseDeleted(id=id)
 
@@ -97,7 +97,7 @@ def router() -> APIRouter:
         include: Include = None,
         bracketed: BracketedInclude = None,
     ) -> InputItemList:
-        """What came with its request."""
+        """The input items of its request."""
         items = await serving.input_items(chat, id)
         return page_items(items if order == "asc" else items[::-1], after, limit)
 

@@ -84,7 +84,7 @@ class FunctionTool(RequestFields):
     name: str = Field(min_length=1, max_length=128)
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: bool | None = Field(None, description="Calls that are forced follow the schema whatever this says.")
+    strict: bool | None = Field(None, description="Forced calls always follow the schema.")
 
 
 class McpToolFilter(RequestFields):
@@ -126,7 +126,7 @@ class McpToolChoice(RequestFields):
 class AllowedTools(RequestFields):
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"] = "auto"
-    tools: list[NamedTool] = Field(description="The model is told of these alone.")
+    tools: list[NamedTool] = Field(description="The prompt has these tools only.")
 
 
 class TextFormat(RequestFields):
@@ -145,7 +145,7 @@ class TextOptions(RequestFields):
 class ResponseReasoning(RequestFields):
     effort: str | None = None
     summary: Literal["auto", "concise", "detailed"] | None = Field(
-        None, description="The thought is told as the item's summary instead of its content; nothing is left out of it."
+        None, description="The whole thought is the item's summary instead of its content."
     )
     generate_summary: Literal["auto", "concise", "detailed"] | None = Field(None, description="The same.")
 
@@ -161,10 +161,10 @@ class ResponseStreamOptions(RequestFields):
 class ResponseRequest(RequestFields):
     model: str | None = None
     input: list[InputItem] | str | None = Field(None, description="Text, or a list of items.")
-    instructions: str | None = Field(None, description="The system prompt of this response alone.")
+    instructions: str | None = Field(None, description="The system prompt of this response only.")
     stream: Switched = None
     stream_options: ResponseStreamOptions | None = None
-    store: Switched = Field(None, description="Unless false, the response is kept in a conversation.")
+    store: Switched = Field(None, description="Unless false, the response is stored in a conversation.")
     background: Switched = None
     previous_response_id: str | None = None
     conversation: str | ConversationReference | None = None
@@ -194,7 +194,7 @@ class ResponseRequest(RequestFields):
     steps: Whole = Field(None, description="Diffusion models: the steps of a block.")
     block_length: Whole = Field(None, description="Diffusion models: the tokens of a block.")
     remasking: str | None = Field(None, description="Diffusion models: confidence or entropy.")
-    stop: Stop = Field(None, description="Strings or token ids; they count in the answer alone.")
+    stop: Stop = Field(None, description="Strings or token ids; they apply to the answer only.")
     min_tokens: Whole = None
     banned_strings: str | list[str] | None = None
     enable_thinking: Switched = None
@@ -261,7 +261,7 @@ class ResponseBody(BaseModel):
     top_p: float
     truncation: Literal["auto", "disabled"]
     user: str | None
-    notices: list[str] = Field(default=[], description="What the reader of the reply should know.")
+    notices: list[str] = Field(default=[], description="Information for the reader of the reply.")
 
 
 class ResponseDeleted(BaseModel):

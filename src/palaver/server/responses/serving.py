@@ -268,7 +268,7 @@ def _keep_running() -> None:
 
 
 def _stop_soon(state: ServerState, chat: ServerChat, response: StoredResponse) -> None:
-    """Stops the response of a client that disconnected, wherever it is."""
+    """Stops the response of a client that disconnected, in this process or another."""
 
     async def stop() -> None:
         with suppress(PalaverError):
