@@ -50,7 +50,7 @@ def test_an_adapter_with_its_output_folder(tmp_path: Path) -> None:
         "learning_rate: 0.0002\nmicro_batch_size: 2\ndatasets:\n  - path: data.jsonl\n    type: chat_template\n",
     )
     assert is_configuration(str(path))
-    assert read_configuration(path) == TrainedModel("owner/name", out, out, context_length=2048)
+    assert read_configuration(path) == TrainedModel("owner/name", adapter=out, output_folder=out, context_length=2048)
 
 
 def test_a_model_that_was_trained_whole(tmp_path: Path) -> None:
@@ -76,7 +76,8 @@ def test_checkpoints_of_a_training(tmp_path: Path) -> None:
     assert is_configuration(name)
     assert split_checkpoint(name) == (path, "checkpoint-200")
     found = read_configuration(path, "checkpoint-200")
-    assert found == TrainedModel("owner/name", out / "checkpoint-200", out, context_length=2048)
+    cut = out / "checkpoint-200"
+    assert found == TrainedModel("owner/name", adapter=cut, output_folder=out, context_length=2048)
     (out / "checkpoint-200" / "chat_template.jinja").write_text("{{ messages }}")
     assert read_configuration(path, "checkpoint-200").output_folder == out / "checkpoint-200"
     for missing in ("checkpoint-300", "checkpoint-7"):

@@ -80,7 +80,7 @@ def test_a_training_configuration_names_the_folder_and_the_adapter(tmp_path: Pat
     path = tmp_path / "run.yml"
     path.write_text("base_model: ./base\nadapter: lora\noutput_dir: ./out\nsequence_len: 64\nchat_template: chatml\n")
     assert resolve_model(str(path)) == ResolvedModel(
-        base, adapter, output_folder=adapter, template_name="chatml", context_length=64
+        base, adapter=adapter, output_folder=adapter, template_name="chatml", context_length=64
     )
 
 

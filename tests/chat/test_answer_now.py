@@ -13,7 +13,7 @@ from palaver.chat.interface import Chat
 from palaver.chat.model_loader import ModelLoader
 from palaver.chat.model_pool import ModelPool
 from palaver.chat.service import Service
-from palaver.engines.core.generation import ReplyState
+from palaver.engines.core.reply_state import ReplyState
 from palaver.events import ThinkingDelta
 from palaver.generation import Prompt
 from palaver.messages import user

@@ -84,13 +84,14 @@ async def test_a_stop_while_rules_are_applied_runs_nothing(service: Service, cha
     reply = await send(chat, ["bad__unchanged"])
     await chat.decide_calls(reply.id, approve(await wait_for_round(chat, reply.id), remember=Remember.SERVER))
     await next_reply(chat, await wait_for_round(chat, reply.id, RoundState.DONE))
-    rounds, rule = service.store.tool_rounds, service.store.tool_rounds.rule
+    rounds, rules = service.store.tool_rounds, service.store.tool_rules
+    get_rule = rules.get
 
     def stop_first(owner: str, conversation: str, tool: str, server: str) -> object:
         rounds.stop(second.id)
-        return rule(owner, conversation, tool, server)
+        return get_rule(owner, conversation, tool, server)
 
-    service.loop._rounds.rule = stop_first  # type: ignore[method-assign, assignment]
+    rules.get = stop_first  # type: ignore[method-assign, assignment]
     second = await send(chat, ["bad__count"])
     stopped = await wait_for_round(chat, second.id, RoundState.STOPPED)
     await asyncio.sleep(0.2)

@@ -77,8 +77,7 @@ def test_pocket_clones_a_recording(pocket: ModelSpeaker) -> None:
         say(pocket, speed=2.0)
 
 
-def test_the_talker_of_an_omni_model_speaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+def test_the_talker_of_an_omni_model_speaks(tmp_path: Path) -> None:
     speaker = ModelSpeaker(str(make_omni(tmp_path)))
     try:
         assert {"Chelsie", "Ethan", "alloy"} <= set(speaker.voices)
@@ -93,8 +92,7 @@ def test_the_talker_of_an_omni_model_speaks(tmp_path: Path, monkeypatch: pytest.
         speaker.close()
 
 
-def test_the_talker_of_qwen3_omni_speaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+def test_the_talker_of_qwen3_omni_speaks(tmp_path: Path) -> None:
     speaker = ModelSpeaker(str(make_qwen3_omni(tmp_path)))
     try:
         assert {"chelsie", "ethan", "alloy"} <= set(speaker.voices)

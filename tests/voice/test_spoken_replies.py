@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from palaver.chat.reply_stream import ReplyRequest
-from palaver.engines.core.logits_processors import unspeakable_characters
+from palaver.engines.core.token_masks import unspeakable_characters
 from palaver.messages import Message, user
 from palaver.sampling import Sampling
 from tests.test_sprout import WEATHER, loaded_model

@@ -38,14 +38,6 @@ def noise(seconds: float, seed: int = 0) -> Samples:
     return samples.astype(np.float32)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """The models are too small for more: the threads of the children would only wait for each other."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_NUM_THREADS", "1")
-        yield
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_whisper(tmp_path_factory.mktemp("whisper"))

@@ -116,21 +116,21 @@ def is_address(engine: str) -> bool:
     return bool(REMOTE_ADDRESS.fullmatch(engine) or RAY_ADDRESS.fullmatch(engine))
 
 
-def pick_engine(model: ResolvedModel, wanted: str = AUTO, needs_torch: bool = False) -> str:
-    """By the kind of the files and of the machine. Raises BadParameter if one is wanted that can't run the files.
+def pick_engine(model: ResolvedModel, engine: str = AUTO, needs_torch: bool = False) -> str:
+    """By the kind of the files and of the machine. Raises BadParameter if one is named that can't run the files.
 
     On Apple silicon MLX runs folders: its own ones always, others where it is installed, unless an option needs torch.
     """
-    if REMOTE_ADDRESS.fullmatch(wanted):
+    if REMOTE_ADDRESS.fullmatch(engine):
         return REMOTE
-    if RAY_ADDRESS.fullmatch(wanted):
+    if RAY_ADDRESS.fullmatch(engine):
         return RAY
     kind = file_kind(model)
     fitting = (TORCH, MLX, DIFFUSION, VLLM) if kind == TORCH else (kind,)
-    if wanted not in (AUTO, *fitting):
-        raise BadParameter("--engine", wanted, f"{ENGINE_FILES[kind]} is run by {kind}")
-    if wanted != AUTO:
-        return wanted
+    if engine not in (AUTO, *fitting):
+        raise BadParameter("--engine", engine, f"{ENGINE_FILES[kind]} is run by {kind}")
+    if engine != AUTO:
+        return engine
     if kind == MLX and not is_apple_silicon():
         raise BrokenModel(NOT_FOR_THIS_MACHINE.format(name=model.folder.name))
     if kind == TORCH and not needs_torch and _prefers_mlx(model):

@@ -21,7 +21,8 @@ from palaver.store import Blob, Conversation, Cursor, Preset, SearchHit, StoredM
 from palaver.store.comparisons import Comparison, TallyRow
 from palaver.store.records import ConversationDefaults
 from palaver.store.shares import Share
-from palaver.store.tool_rounds import ToolRound, ToolRule
+from palaver.store.tool_rounds import ToolRound
+from palaver.store.tool_rules import ToolRule
 from palaver.tools.config import ServerConfig
 from palaver.tools.servers import ServerCard, ServerResource
 from palaver.transcripts.transcript import SkippedConversation

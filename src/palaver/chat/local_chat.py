@@ -50,7 +50,8 @@ from palaver.store.comparisons import Comparison, TallyRow
 from palaver.store.encoding import store_media
 from palaver.store.records import ConversationDefaults
 from palaver.store.shares import Share
-from palaver.store.tool_rounds import ToolRound, ToolRule
+from palaver.store.tool_rounds import ToolRound
+from palaver.store.tool_rules import ToolRule
 from palaver.tools.config import ServerConfig
 from palaver.tools.servers import ServerCard, ServerResource
 from palaver.transcripts import TranscriptFormat, read_conversation, read_file, store_transcript, write_transcript
@@ -227,12 +228,7 @@ class LocalChat:
     # the tree
 
     async def message(self, id: str) -> StoredMessage:
-        stored = await _thread(self._store.messages.get, id)
-        try:
-            await self.conversation(stored.conversation_id)
-        except NotFound:
-            raise NotFound("message", id) from None
-        return stored
+        return await _thread(self._store.messages.get, id, self._owner)
 
     async def path(self, leaf: str) -> tuple[StoredMessage, ...]:
         await self.message(leaf)
@@ -361,7 +357,7 @@ class LocalChat:
                 key=_key(reply_key, number) if number else reply_key,
                 prompt=new.prompt,
             )
-            if replies or partial is not None or not messages:  # it becomes the head, wherever that is
+            if replies or partial is not None or not messages:  # it becomes the head, also of another branch
                 new_turn = replace(new_turn, expected_head=(await self.conversation(conversation.id)).head_id)
             replies.insert(0, await self._turns.start(models[number], new_turn))
         return StartedReplies(conversation.id, tuple(stored), tuple(replies))
@@ -396,12 +392,12 @@ class LocalChat:
     @asynccontextmanager
     async def events(self, reply_id: str, after: int = 0) -> AsyncIterator[AsyncIterator[LogEntry]]:
         model, reply = await self._model_and_reply(reply_id)
-        async with aclosing(await self._service.subscriptions.subscribe(model, reply, after)) as entries:
+        async with aclosing(await self._service.subscriptions.subscribe(model, reply, self._owner, after)) as entries:
             yield entries
 
     async def reply_stream(self, reply_id: str, *, raw: bool = False, wait: bool = True) -> FollowedReply:
         model, reply = await self._model_and_reply(reply_id, wait)
-        return await self._service.subscriptions.stream(model, reply, raw)
+        return await self._service.subscriptions.stream(model, reply, self._owner, raw)
 
     async def stop_reply(self, reply_id: str) -> None:
         reply = await self._interrupt_waiting(await self._with_ending(await self.message(reply_id)))
@@ -459,7 +455,7 @@ class LocalChat:
 
     async def remove_tool_server(self, name: str) -> None:
         await self._service.loop.toolbox.remove(self._owner, name, is_local=self._is_local)
-        await _thread(self._store.tool_rounds.forget_server, self._owner, name)
+        await _thread(self._store.tool_rules.forget_server, self._owner, name)
 
     async def start_sign_in(self, server: str, redirect_uri: str) -> str:
         toolbox = self._service.loop.toolbox
@@ -469,10 +465,10 @@ class LocalChat:
         return await self._service.loop.toolbox.finish_sign_in(self._owner, state, code, issuer)
 
     async def tool_rules(self) -> tuple[ToolRule, ...]:
-        return await _thread(self._store.tool_rounds.list_rules, self._owner)
+        return await _thread(self._store.tool_rules.list_all, self._owner)
 
     async def forget_tool_rules(self, name: str | None = None, conversation_id: str | None = None) -> int:
-        return await _thread(self._store.tool_rounds.forget_rules, self._owner, name, conversation_id)
+        return await _thread(self._store.tool_rules.forget, self._owner, name, conversation_id)
 
     async def tool_resources(self, server: str) -> tuple[ServerResource, ...]:
         return await self._service.loop.toolbox.list_resources(self._owner, server)
@@ -651,8 +647,8 @@ class LocalChat:
         orphan = turn is None and _is_running(reply)
         if not orphan and not self._turns.has_pending_ending(reply.id):
             return reply
-        if orphan and not await _thread(self._store.replies.is_held, self._turns.lease, reply.id):
-            return await self.message(reply.id)  # another process holds it, or it has ended
+        if orphan and (holder := await _thread(self._store.replies.holder, reply.id)) != self._turns.lease.id:
+            return reply if holder is not None else await self.message(reply.id)  # it has ended
         await self._turns.write_pending_endings()
         return await self.message(reply.id)
 

@@ -123,14 +123,16 @@ class TurnSubscription:
         self._fronts = fronts
         self._requests = requests
 
-    async def subscribe(self, model: Model | None, reply: StoredMessage, after: int) -> AsyncGenerator[LogEntry]:
+    async def subscribe(
+        self, model: Model | None, reply: StoredMessage, owner: str, after: int
+    ) -> AsyncGenerator[LogEntry]:
         """The events after that number, to the end of the turn. A snapshot if the reply is of another tokenizer.
 
         Raises BadParameter for a number beyond the turn's events: at once, unless it runs in another process.
         """
         begun = time.monotonic()
         while True:
-            stream = await self.stream(model, reply)
+            stream = await self.stream(model, reply, owner)
             if stream.is_here:
                 await stream.log.wait_for(after)
             try:
@@ -143,11 +145,11 @@ class TurnSubscription:
             await asyncio.sleep(MENDING_S / 20)
             reply = await outlast(self._store.messages.get, reply.id)
 
-    async def stream(self, model: Model | None, reply: StoredMessage, raw: bool = False) -> FollowedReply:
+    async def stream(self, model: Model | None, reply: StoredMessage, owner: str, raw: bool = False) -> FollowedReply:
         """The turn as a reply stream. `raw`: thinking and its markers are part of the text."""
         turn = await self._turns.find(reply)
         if turn is None:
-            stream = await asyncio.to_thread(self._load, model, reply)
+            stream = await asyncio.to_thread(self._load, model, reply, owner)
         else:
             running = turn.reply_stream
             batches = self._follow_turn(turn, model)
@@ -174,7 +176,7 @@ class TurnSubscription:
             else:
                 return
         reply = await outlast(self._store.messages.get, turn.id)
-        elsewhere = await outlast(self._load, model, reply)
+        elsewhere = await outlast(self._load, model, reply, turn.owner)
         async with aclosing(elsewhere.source) as batches:
             async for batch in batches:
                 if isinstance(batch.events[0], ReadEvent) and sent:
@@ -182,7 +184,7 @@ class TurnSubscription:
                     continue
                 yield batch
 
-    def _load(self, model: Model | None, reply: StoredMessage) -> FollowedReply:
+    def _load(self, model: Model | None, reply: StoredMessage, owner: str) -> FollowedReply:
         """The stream of a turn from its stored tokens."""
         if reply.reply is None:
             raise NotFound("turn", reply.id)
@@ -190,7 +192,6 @@ class TurnSubscription:
             snapshot = Snapshot(self._store.messages.load(reply))
             log = TurnLog((ReplyBatch((snapshot,)), ReplyBatch((ended_event(reply),))))
             return FollowedReply(ReplyRequest((), reply.reply.settings.sampling), Prompt(()), ReplyOpening(), log)
-        owner = self._store.conversations.get(reply.conversation_id).owner_id
         request = self._requests.rebuild(model, reply, owner)
         steps = self._store.replies.tokens(reply.id)
         first = first_generated(steps)
@@ -206,8 +207,7 @@ class TurnSubscription:
         self, reply: StoredMessage, reader: BatchReader, log: TurnLog, read: int
     ) -> AsyncGenerator[ReplyBatch]:
         """Follows the tokens that another process stores. The first `read` tokens are in the log already."""
-        await outlast(self._store.replies.watch, reply.id)
-        timings = await outlast(self._store.replies.timings, reply.id)
+        timings = await outlast(self._store.replies.watch, reply.id)
         thinking = timings.get("thinking") if read else 0.0
         yield ReplyBatch((Started(len(reader.prompt), 0, thinking_seconds=thinking),))
         for batch in log.so_far():

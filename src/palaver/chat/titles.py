@@ -1,4 +1,4 @@
-"""Titles that the model writes for new conversations, while nobody waits for it.
+"""Titles that the model writes for new conversations while it is idle.
 
 A title is written after the first exchange, once no turn and no other reply runs, and is given up as soon as one
 starts: it is then written later. It is a reply that is not stored. A title that the user chose is never replaced.
@@ -98,7 +98,7 @@ class TitleWriter:
         return bool(self._service.turns.running) or self.is_busy()
 
     async def _write(self, turn: Turn) -> bool:
-        """Returns False if it gave way to a reply that somebody waits for."""
+        """Returns False if it gave way to a reply."""
         store = self._service.store
         reply = await asyncio.to_thread(store.messages.get, turn.id)
         if reply.reply is None or reply.reply.status is not ReplyStatus.DONE or not reply.text.strip():

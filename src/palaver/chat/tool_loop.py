@@ -27,7 +27,8 @@ from palaver.media import BadMedia
 from palaver.messages import MediaPart, Part, Role, Text, ToolCall, tool
 from palaver.store import Blob, NotFound, ReplySettings, StoredMessage
 from palaver.store.encoding import load_media, store_media
-from palaver.store.tool_rounds import ENDED, CallState, RoundCall, RoundState, Rule, ToolRound
+from palaver.store.tool_rounds import ENDED, CallState, RoundCall, RoundState, ToolRound
+from palaver.store.tool_rules import Rule
 from palaver.tools.servers import SEPARATOR, ServerTool, ToolFile
 from palaver.tools.toolbox import Toolbox, ToolPolicy, parse_policy, server_of
 
@@ -85,6 +86,7 @@ class ToolLoop:
     def __init__(self, service: Service, toolbox: Toolbox, limits: LoopLimits | None = None) -> None:
         self._service = service
         self._rounds = service.store.tool_rounds
+        self._rules = service.store.tool_rules
         self.toolbox = toolbox
         self._limits = limits or LoopLimits()
         self._calls: dict[tuple[str, int], asyncio.Task[None]] = {}
@@ -206,7 +208,7 @@ class ToolLoop:
             answer = NO_SUCH_TOOL.format(name=call.name)
             await to_thread(self._rounds.apply_rule, reply.id, call.position, False, answer)
             return
-        rule = await to_thread(self._rounds.rule, owner, reply.conversation_id, call.name, server_of(call.name))
+        rule = await to_thread(self._rules.get, owner, reply.conversation_id, call.name, server_of(call.name))
         approval = loop.get("approvals", {}).get(call.name)
         if rule is not Rule.NEVER and approval is not None:
             rule = Rule.ALWAYS if approval == "never" else None
@@ -229,7 +231,7 @@ class ToolLoop:
         for_tool = decision.remember is Remember.TOOL
         place = round.conversation_id if for_tool else ""
         name = call.name if for_tool else server_of(call.name)
-        await to_thread(self._rounds.set_rule, owner, place, name, rule)
+        await to_thread(self._rules.save, owner, place, name, rule)
 
     async def _run(self, owner: str, round: ToolRound, call: RoundCall) -> None:
         """Runs one call: recorded as running before, with its result after."""

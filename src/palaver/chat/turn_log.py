@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Generic, ParamSpec, TypeVar
@@ -26,6 +26,8 @@ OUTAGE_SECONDS = 600.0
 """How long turns and their readers wait for a database that does not answer."""
 RETRY_SECONDS = (0.05, 1.0)
 """The first and the longest pause between attempts to reach it."""
+COMMIT_SECONDS = 0.008
+"""How long tokens wait for those of other turns, after the start of the commit before."""
 T = TypeVar("T")
 P = ParamSpec("P")
 _log = logging.getLogger(__name__)
@@ -203,15 +205,25 @@ class _Frame:
 class TokenRecorder:
     """Stores the tokens of all turns: all that arrive during one transaction go into the next.
 
+    A commit costs the same for one turn as for many, here and in every process that is notified of it. So it waits
+    a few milliseconds while most of the running turns have no tokens in it, but not after a pause.
+
     While the database does not answer, they wait. When it is back it may have lost the last commits, and may have one
     that was not confirmed: what is missing is stored, unless another process has taken the reply over.
     """
 
-    def __init__(self, store: Store, lease: Lease) -> None:
+    def __init__(self, store: Store, lease: Lease, count_running: Callable[[], int]) -> None:
+        """`count_running`: the number of turns that may have tokens."""
         self._store = store
         self.lease = lease
+        self._count_running = count_running
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="recorder")
         self._waiting: list[_Frame] = []
+        self._begun_at = float("-inf")
+        """When the last commit began."""
+        self._most = 0
+        """The number of turns for whose tokens the next commit waits."""
+        self._has_most = asyncio.Event()
         self._writing: asyncio.Task[None] | None = None
         self._closed = False
 
@@ -231,6 +243,8 @@ class TokenRecorder:
         self._waiting.append(_Frame(TokenFrame(reply_id, position, tuple(steps), timings), earlier, recorded))
         if self._writing is None or self._writing.done():
             self._writing = asyncio.create_task(self._write())
+        elif len(self._waiting) >= self._most:
+            self._has_most.set()
         await recorded
 
     def close(self) -> None:
@@ -243,6 +257,7 @@ class TokenRecorder:
             batch: list[_Frame] = []
             try:
                 await asyncio.sleep(0)  # lets the other turns of the same engine step add their tokens
+                await self._wait_for_others()
                 batch, self._waiting = self._waiting, []
                 commit = partial(self._commit, batch)
                 try:
@@ -259,6 +274,16 @@ class TokenRecorder:
                 self._waiting = []
                 _resolve(batch, [RecorderClosed()] * len(batch))
                 raise
+
+    async def _wait_for_others(self) -> None:
+        pause = self._begun_at + COMMIT_SECONDS - time.monotonic()
+        self._most = (self._count_running() + 1) // 2
+        if pause > 0 and len(self._waiting) < self._most:
+            self._has_most.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(pause):
+                    await self._has_most.wait()
+        self._begun_at = time.monotonic()
 
     async def _commit_later(self, commit: Callable[[], list[Exception | None]]) -> list[Exception | None]:
         """The next attempt after one that did not reach the database."""

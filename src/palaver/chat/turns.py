@@ -132,7 +132,7 @@ class Turns:
 
     async def __aenter__(self) -> Turns:
         self._lease = await asyncio.to_thread(self._store.leases.open)
-        self._recorder = TokenRecorder(self._store, self._lease)
+        self._recorder = TokenRecorder(self._store, self._lease, lambda: len(self.running))
         self._renewing = asyncio.create_task(self._renew())
         return self
 

@@ -35,7 +35,8 @@ from palaver.messages import Message, Part
 from palaver.store import Blob, Conversation, Cursor, NotFound, Preset, SearchHit, StoredMessage, TreeNode
 from palaver.store.comparisons import Comparison, TallyRow
 from palaver.store.records import ConversationDefaults
-from palaver.store.tool_rounds import ToolRound, ToolRule
+from palaver.store.tool_rounds import ToolRound
+from palaver.store.tool_rules import ToolRule
 from palaver.tools.config import BadToolServer, ServerConfig
 from palaver.tools.servers import ServerCard, ServerResource
 

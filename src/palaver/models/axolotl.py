@@ -25,12 +25,10 @@ _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 """A folder in `output_dir` with the model as it was after so many steps."""
 
 
-@dataclass(frozen=True, slots=True)
-class TrainedModel:
-    """The result of a training configuration."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingSettings:
+    """What a training configuration says about the model that it trains."""
 
-    model: str
-    """A folder or a hub id."""
     adapter: Path | None = None
     """The folder of a LoRA adapter to merge into the model."""
     output_folder: Path | None = None
@@ -38,7 +36,7 @@ class TrainedModel:
     template: str | None = None
     """The text of a chat template in the configuration."""
     template_name: str | None = None
-    """The name of the chat template that the model was trained with."""
+    """The name of the chat template that the model was trained with (`templates.find_template`)."""
     fallback_template: str | None = None
     """The name of the chat template for a model without one."""
     context_length: int | None = None
@@ -49,6 +47,14 @@ class TrainedModel:
     """Notices for the user about what was chosen."""
     diffusion: Mapping[str, Any] | None = None
     """The settings under `diffusion`, of a training that makes a diffusion model."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedModel(TrainingSettings):
+    """The result of a training configuration."""
+
+    model: str
+    """A folder or a hub id."""
 
 
 def is_configuration(name: str) -> bool:
@@ -135,7 +141,7 @@ def _find_weights(path: Path, config: Mapping[str, Any], base: str) -> TrainedMo
         return TrainedModel(base, notes=(f"{output} holds no trained model yet: this is {base} as it was before.",))
     if folder is None or not (folder / "adapter_config.json").is_file():
         raise BrokenModel(f"{path}: there is no adapter in {output} (adapter_config.json): train it first.")
-    return TrainedModel(base, folder, output_folder=folder)
+    return TrainedModel(base, adapter=folder, output_folder=folder)
 
 
 def _find_checkpoint(path: Path, config: Mapping[str, Any], base: str, checkpoint: str) -> TrainedModel:
@@ -146,7 +152,7 @@ def _find_checkpoint(path: Path, config: Mapping[str, Any], base: str, checkpoin
         raise BrokenModel(f"{path}: there is no {checkpoint} in {output} (there are: {there}).")
     saved = any(folder.glob("chat_template*")) or (folder / "tokenizer_config.json").is_file()
     model, adapter = (base, folder) if adapter_type else (str(folder), None)
-    return TrainedModel(model, adapter, output_folder=folder if saved else folder.parent)
+    return TrainedModel(model, adapter=adapter, output_folder=folder if saved else folder.parent)
 
 
 def _adapter_type(path: Path, config: Mapping[str, Any]) -> str | None:

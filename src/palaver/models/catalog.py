@@ -193,7 +193,7 @@ def write_alias(file: Path, alias: str, target: str | None) -> None:
         raise BadParameter("alias", alias, "must be a name without spaces")
     known = read_catalog(file).aliases
     if target is None and alias not in known:
-        raise BadParameter("alias", alias, f"there is no such alias (there are {', '.join(known) or 'none'})")
+        raise BadParameter("alias", alias, f"there is no such alias (aliases: {', '.join(known) or 'none'})")
     lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
     start = next((n for n, line in enumerate(lines) if _header(line) == "aliases"), None)
     if start is None:

@@ -76,8 +76,8 @@ def _hub_models(cache: Path) -> Iterator[DiskModel]:
             has_template = any((folder / file).is_file() for file in _TEMPLATE_FILES) or _config_has_template(folder)
             yield DiskModel(name, folder, weights_bytes(ResolvedModel(folder)), "hub", has_template)
         for choice in gguf.complete_choices(folder):
-            wanted = choice.quantisation or Path(choice.name).stem
-            yield DiskModel(f"{name}:{wanted}", folder / choice.name, choice.nbytes, "hub")
+            variant = choice.quantisation or Path(choice.name).stem
+            yield DiskModel(f"{name}:{variant}", folder / choice.name, choice.nbytes, "hub")
 
 
 def _snapshot(repository: Path) -> Path | None:
@@ -187,21 +187,21 @@ def remove_model(name: str, cache: Path | None = None) -> int:
     With a quantisation (owner/name:Q8_0) only the files of that. Raises UnknownModel, and BadParameter for a
     shipped one.
     """
-    base, _, wanted = name.partition(":")
+    base, _, variant = name.partition(":")
     if name in embedded_models():
         raise BadParameter("MODEL", name, "it is shipped with Palaver, and can't be removed")
     root = hub_cache() if cache is None else cache
     repository = root / f"{_HUB_PREFIX}{base.replace('/', '--')}"
     if "/" not in base or ".." in base or not repository.is_dir():
         raise UnknownModel(name, f"it is not in the hub's cache ({root}). Delete other files by hand.")
-    if not wanted:
+    if not variant:
         size = sum(path.stat().st_size for path in repository.rglob("*") if path.is_file() and not path.is_symlink())
         shutil.rmtree(repository)
         return size
     folder = _snapshot(repository)
     choices = gguf.complete_choices(folder) if folder is not None else []
     sizes = {str(path.relative_to(folder)): 0 for path in folder.rglob("*.gguf")} if folder is not None else {}
-    chosen = gguf.choose(name, choices, wanted, None)
+    chosen = gguf.choose(name, choices, variant, None)
     assert folder is not None
     for part in gguf.parts_of(chosen.name, sizes):
         link = folder / part

@@ -98,7 +98,7 @@ def parts_of(first: str, names: Iterable[str]) -> list[str]:
     return sorted(name for name in names if name == first or (stem != first and _PART.sub("", name) == stem))
 
 
-def choose(model: str, choices: Sequence[GGUFChoice], wanted: str, memory: int | None) -> GGUFChoice:
+def choose(model: str, choices: Sequence[GGUFChoice], variant: str, memory: int | None) -> GGUFChoice:
     """The model with the wanted quantisation; if none is named, Q4_K_M or else the largest that fits the memory.
 
     The memory is that of the machine, not what is free now: the choice is the same after a restart.
@@ -106,10 +106,10 @@ def choose(model: str, choices: Sequence[GGUFChoice], wanted: str, memory: int |
     if not choices:
         raise UnknownModel(model, "it holds no GGUF file.")
     known = ", ".join(dict.fromkeys(choice.quantisation or choice.name for choice in choices))
-    if wanted:
-        named = [choice for choice in choices if _is_named(choice, wanted)]
+    if variant:
+        named = [choice for choice in choices if _is_named(choice, variant)]
         if not named:
-            raise UnknownModel(model, f"there is no {wanted}; there are {known}.")
+            raise UnknownModel(model, f"there is no {variant}; there are {known}.")
         return named[0]
     fitting = [choice for choice in choices if memory is None or choice.nbytes <= memory * MEMORY_SHARE]
     if not fitting:
@@ -123,15 +123,15 @@ def choose(model: str, choices: Sequence[GGUFChoice], wanted: str, memory: int |
     return max(small or fitting, key=lambda choice: choice.nbytes)
 
 
-def _is_named(choice: GGUFChoice, wanted: str) -> bool:
+def _is_named(choice: GGUFChoice, variant: str) -> bool:
     name = Path(choice.name).name
-    return wanted.upper() == choice.quantisation or wanted in (name, name.removesuffix(".gguf"))
+    return variant.upper() == choice.quantisation or variant in (name, name.removesuffix(".gguf"))
 
 
-def find_in_folder(folder: Path, model: str, wanted: str = "") -> Path:
+def find_in_folder(folder: Path, model: str, variant: str = "") -> Path:
     """The GGUF file of a folder. Raises UnknownModel."""
     sizes = {path.name: path.stat().st_size for path in folder.glob("*.gguf")}
-    return folder / choose(model, list_choices(sizes), wanted, total_memory()).name
+    return folder / choose(model, list_choices(sizes), variant, total_memory()).name
 
 
 def is_gguf_file(path: Path) -> bool:
@@ -167,14 +167,14 @@ def _read_manifest(name: str) -> tuple[Path, dict[str, str]]:
     return root, layers
 
 
-def find_on_disk(name: str, wanted: str) -> Path | None:
+def find_on_disk(name: str, variant: str) -> Path | None:
     """The GGUF file in a snapshot of the hub, if all of its parts are there. Any quantisation, if none is named."""
     from huggingface_hub import snapshot_download
 
     try:
         folder = Path(snapshot_download(name, allow_patterns=["*.gguf"], local_files_only=True))
         sizes = {str(path.relative_to(folder)): path.stat().st_size for path in folder.rglob("*.gguf")}
-        chosen = choose(name, list_choices(sizes), wanted, None)
+        chosen = choose(name, list_choices(sizes), variant, None)
     except Exception:  # nothing usable is on disk: the download reports the reason
         return None
     return folder / chosen.name if _is_complete(chosen, sizes) else None
@@ -191,21 +191,21 @@ def _is_complete(choice: GGUFChoice, sizes: Mapping[str, int]) -> bool:
     return len(parts_of(choice.name, sizes)) == (int(match[1]) if match else 1)
 
 
-def download(name: str, wanted: str, sizes: Mapping[str, int], bar: Any = None) -> Path:
+def download(name: str, variant: str, sizes: Mapping[str, int], bar: Any = None) -> Path:
     """Downloads one model of a repository, with all of its parts and its projector, and nothing else.
 
     `sizes`: all of the repository's files. `bar`: a class of progress bars.
     """
     from huggingface_hub import snapshot_download
 
-    files = files_to_download(name, wanted, sizes)
+    files = files_to_download(name, variant, sizes)
     patterns = [glob.escape(file) for file in files]
     return Path(snapshot_download(name, allow_patterns=patterns, tqdm_class=bar)) / files[0]
 
 
-def files_to_download(name: str, wanted: str, sizes: Mapping[str, int]) -> tuple[str, ...]:
+def files_to_download(name: str, variant: str, sizes: Mapping[str, int]) -> tuple[str, ...]:
     """The files of one model of a repository: its parts, of which the first comes first, and its projector."""
-    chosen = choose(name, list_choices(sizes), wanted, total_memory())
+    chosen = choose(name, list_choices(sizes), variant, total_memory())
     beside = [other for other in sizes if Path(other).parent == Path(chosen.name).parent]
     projector = choose_projector(chosen.name, beside)
     return (*parts_of(chosen.name, sizes), *(() if projector is None else (projector,)))

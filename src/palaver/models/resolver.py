@@ -6,15 +6,15 @@ import io
 import json
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from palaver.errors import BadParameter, ModelError, NoWeights, UnknownModel, UnsafeWeights
 from palaver.models import gguf
-from palaver.models.axolotl import is_configuration, read_configuration, split_checkpoint
+from palaver.models.axolotl import TrainingSettings, is_configuration, read_configuration, split_checkpoint
 from palaver.models.download import Repository, fetch_weights, list_repository
 
 DEFAULT_MODEL = "sprout"
@@ -27,28 +27,10 @@ ReportDownload = Callable[[float | None], None]
 
 
 @dataclass(frozen=True, slots=True)
-class ResolvedModel:
+class ResolvedModel(TrainingSettings):
     """The files of a model, and the settings of the training configuration that named it."""
 
     folder: Path
-    adapter: Path | None = None
-    """The folder of a LoRA adapter to merge into the weights."""
-    template: str | None = None
-    """The text of the chat template in the training configuration."""
-    output_folder: Path | None = None
-    """The folder that training wrote: a chat template in it is the one that the model was trained with."""
-    template_name: str | None = None
-    """The name of the chat template that the model was trained with (`templates.find_template`)."""
-    fallback_template: str | None = None
-    """The name of the chat template for a model without one."""
-    context_length: int | None = None
-    """The sequence length of the training."""
-    quantize_bits: int | None = None
-    """The weights are quantised to this many bits when they are loaded."""
-    notes: tuple[str, ...] = ()
-    """Notices for the user about what was chosen."""
-    diffusion: Mapping[str, Any] | None = None
-    """The diffusion settings of the training configuration; None where it trains no diffusion model."""
     gguf: Path | None = None
     """The GGUF file in the folder, of several parts the first. None for a folder with config.json and safetensors."""
     mmproj: Path | None = None
@@ -76,18 +58,8 @@ def resolve_model(name: str, report: ReportDownload | None = None, download: boo
             return ResolvedModel(file.parent, gguf=file, mmproj=gguf.find_projector(name, file))
         return ResolvedModel(resolve_folder(name, report=report, download=download))
     trained = read_configuration(*split_checkpoint(name))
-    return ResolvedModel(
-        resolve_folder(trained.model, report=report, download=download),
-        trained.adapter,
-        trained.template,
-        trained.output_folder,
-        trained.template_name,
-        trained.fallback_template,
-        trained.context_length,
-        trained.quantize_bits,
-        trained.notes,
-        trained.diffusion,
-    )
+    settings = {field.name: getattr(trained, field.name) for field in fields(TrainingSettings)}
+    return ResolvedModel(resolve_folder(trained.model, report=report, download=download), **settings)
 
 
 def find_gguf(name: str, report: ReportDownload | None = None, download: bool = True) -> Path | None:
@@ -101,44 +73,44 @@ def find_gguf(name: str, report: ReportDownload | None = None, download: bool = 
         return path if gguf.is_gguf_file(path) else None
     if name in embedded_models() or (path / "config.json").is_file():
         return None
-    base, wanted = (name, "") if path.is_dir() or ":" not in name else name.rsplit(":", 1)
+    base, variant = (name, "") if path.is_dir() or ":" not in name else name.rsplit(":", 1)
     folder = Path(base).expanduser()
     if folder.is_dir():
-        return gguf.find_in_folder(folder, base, wanted) if any(folder.glob("*.gguf")) else None
-    return _find_hub_gguf(base, wanted, report, download) if _is_hub_id(base) else None
+        return gguf.find_in_folder(folder, base, variant) if any(folder.glob("*.gguf")) else None
+    return _find_hub_gguf(base, variant, report, download) if _is_hub_id(base) else None
 
 
-def _find_hub_gguf(name: str, wanted: str, report: ReportDownload | None, download: bool) -> Path | None:
+def _find_hub_gguf(name: str, variant: str, report: ReportDownload | None, download: bool) -> Path | None:
     """Without a named quantisation, safetensors come first."""
-    if not wanted and _find_snapshot(name, weights=True) is not None:
+    if not variant and _find_snapshot(name, weights=True) is not None:
         return None
-    on_disk = gguf.find_on_disk(name, wanted)
+    on_disk = gguf.find_on_disk(name, variant)
     if on_disk is not None or not download:
         return on_disk
     with _hub_client(name, quiet=report is not None):
         repository = list_repository(name)
         sizes = repository.sizes
-        if not wanted and (_has_safetensors(sizes) or not gguf.list_choices(sizes)):
+        if not variant and (_has_safetensors(sizes) or not gguf.list_choices(sizes)):
             return None
         if report is not None:
             report(None)
-        fetch_weights(repository, gguf.files_to_download(name, wanted, sizes), report)
-        return gguf.download(name, wanted, sizes, None if report is None else _reporting_bar(report))
+        fetch_weights(repository, gguf.files_to_download(name, variant, sizes), report)
+        return gguf.download(name, variant, sizes, None if report is None else _reporting_bar(report))
 
 
 def files_to_download(name: str) -> tuple[Repository, tuple[str, ...]]:
     """The repository of a hub id, and the large files that a download of it fetches. Raises a ModelError."""
-    base, _, wanted = name.partition(":")
+    base, _, variant = name.partition(":")
     if name in embedded_models():
         raise BadParameter("MODEL", name, "it is shipped with Palaver, and there is nothing to download")
     if not _is_hub_id(base):
         raise UnknownModel(name, "models of the hub have names such as Qwen/Qwen3-0.6B.")
     with _hub_client(base, quiet=True):
         repository = list_repository(base)
-        if wanted or not _has_safetensors(repository.sizes):
-            if not wanted and not gguf.list_choices(repository.sizes):
+        if variant or not _has_safetensors(repository.sizes):
+            if not variant and not gguf.list_choices(repository.sizes):
                 _check_weights(base, repository.sizes)
-            return repository, gguf.files_to_download(base, wanted, repository.sizes)
+            return repository, gguf.files_to_download(base, variant, repository.sizes)
     return repository, tuple(name for name in repository.sizes if name.endswith(".safetensors"))
 
 

@@ -1,7 +1,7 @@
 """The tool servers of all users: those of the operator, and those that each user added.
 
 A user reaches the operator's servers and their own, never those of others. Servers that users add over HTTP are at
-public addresses only, and in a file of their own, which nobody but the server's account can read.
+public addresses only, and in a file of their own, which only the server's account can read.
 """
 
 from __future__ import annotations

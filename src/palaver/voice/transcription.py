@@ -46,7 +46,7 @@ class TranscriptionOptions:
     language: str = ""
     """The language that is spoken; empty to detect it."""
     prompt: str = ""
-    """Text in whose style and spelling the transcript continues."""
+    """Text whose style and spelling the transcript follows."""
     temperature: float = 0.0
     translate: bool = False
     timestamps: bool = False
