@@ -68,9 +68,12 @@ chromium:
 compiler:
 	$(call debian,C compiler,command -v cc >/dev/null || command -v gcc >/dev/null || command -v clang >/dev/null,gcc libc6-dev,compiled steps are not tested)
 
+# A worker gets whole files, in order: their models and servers start once, and the browser's tests come last
+WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
+
 test: lint postgres chromium compiler
 	@$(PY) web/build.py || echo "!!! The page could not be built: it is not tested."
-	$(VENV)/bin/pytest -n 2 --durations=25 || { \
+	$(VENV)/bin/pytest $(WORKERS) --durations=25 || { \
 		echo "!!! What failed beside other tests is run again alone. What passes now depends on how busy the machine is: mend it."; \
 		$(VENV)/bin/pytest -n 0 --last-failed --last-failed-no-failures none; }
 
@@ -82,7 +85,7 @@ test-cluster: install-dev
 test-fast: install-dev
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/lint-imports
-	$(VENV)/bin/pytest -n 2 -m "not slow"
+	$(VENV)/bin/pytest $(WORKERS) -m "not slow"
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
