@@ -12,7 +12,7 @@ from functools import partial
 
 from palaver.chat.model import Model, draw_seed, extend_limit
 from palaver.chat.model_pool import ModelPool
-from palaver.chat.reply_request import RequestBuilder
+from palaver.chat.reply_request import RequestBuilder, without_healing
 from palaver.chat.reply_stream import ReplyRequest, first_generated
 from palaver.chat.turn_log import outlast_all
 from palaver.chat.turns import NewTurn, Turns
@@ -87,6 +87,8 @@ class Continuation:
         settings = reply.reply.settings
         if request.answer_at is not None and request.answer_at >= tokens:  # requested after the fork
             request, settings = replace(request, answer_at=None), replace(settings, answer_at=None)
+        if instead is not None or tokens < request.healing_at:
+            request, settings = replace(request, healing=b"", healing_at=0), without_healing(settings)
         if instead is None and "seed" not in conversation.parameters:
             sampling = replace(request.sampling, seed=draw_seed())
             request, settings = replace(request, sampling=sampling), replace(settings, sampling=sampling)

@@ -110,6 +110,8 @@ class Model:
         longest, length = request.options.max_prompt_tokens, len(rendered.context_ids)
         if longest is not None and length > longest:
             raise BadParameter("max_prompt_tokens", longest, f"the prompt is longer: {length:,} tokens")
+        if request.healing and partial_reply is None:
+            rendered = replace(rendered, healing=request.healing, healing_at=request.healing_at)
         phases = replace(rendered.phases, ends=rendered.phases.ends | self.engine.info.end_ids)
         return replace(
             rendered,

@@ -28,6 +28,9 @@ from palaver.phases import Phase
 from palaver.store import Conversation, ReplySettings, ReplyStatus, Store, StoredMessage, prompt_messages
 from palaver.tools.toolbox import server_of
 
+_HEALING_BYTES, _HEALING_AT = "healing_bytes", "healing_at"
+"""The entries in the options of a stored reply that `Prompt.healing` and `Prompt.healing_at` are read from."""
+
 
 @dataclass(frozen=True, slots=True)
 class PreparedRequest:
@@ -124,6 +127,7 @@ class RequestBuilder:
             self.past_replies(model, path),
             reply.conversation_id,
             settings.answer_at,
+            *_read_healing(settings.options),
         )
         return without_oldest(request, settings.options.get("dropped", 0))
 
@@ -154,7 +158,21 @@ def _continue_partial(model: Model, prepared: PreparedRequest, partial: PartialR
     prompt = model.prompt(request, ids, None if ids else partial.message)
     sampling = offset_limits(request.sampling, len(prompt.reply_ids))
     settings = replace(prepared.settings, sampling=sampling)
+    if prompt.healing:
+        request = replace(request, healing=prompt.healing, healing_at=prompt.healing_at)
+        stored = {_HEALING_BYTES: prompt.healing.hex(), _HEALING_AT: prompt.healing_at}
+        settings = replace(settings, options={**settings.options, **stored})
     return PreparedRequest(replace(request, sampling=sampling), settings, prompt)
+
+
+def _read_healing(options: Mapping[str, Any]) -> tuple[bytes, int]:
+    return bytes.fromhex(options.get(_HEALING_BYTES, "")), options.get(_HEALING_AT, 0)
+
+
+def without_healing(settings: ReplySettings) -> ReplySettings:
+    """The settings of a reply that need not write the bytes of token healing."""
+    options = {name: value for name, value in settings.options.items() if name not in (_HEALING_BYTES, _HEALING_AT)}
+    return replace(settings, options=options)
 
 
 def check_token_ids(ids: tuple[int, ...], model: Model, request: ReplyRequest) -> tuple[int, ...]:

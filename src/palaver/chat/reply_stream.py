@@ -83,6 +83,9 @@ class ReplyRequest:
     """The id of its conversation; empty for a stateless request."""
     answer_at: int | None = None
     """The number of tokens at which the answer was requested by `answer_now`; None if it was not."""
+    healing: bytes = b""
+    """The bytes that the tokens from `healing_at` on write first, as in `Prompt`, if its first tokens are known."""
+    healing_at: int = 0
 
 
 @dataclass(frozen=True, slots=True)
