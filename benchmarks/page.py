@@ -53,7 +53,7 @@ new MutationObserver((_, watch) => {
 """
 BYTES = """() => [...performance.getEntriesByType('navigation'), ...performance.getEntriesByType('resource')]
   .reduce((sum, entry) => sum + entry.encodedBodySize, 0)"""
-PAINTED = "() => performance.getEntriesByName('first-contentful-paint')[0].startTime"
+PAINTED = "() => performance.getEntriesByName('first-contentful-paint')[0]?.startTime"
 
 
 def load(browser: Browser, url: str) -> tuple[float, float, int]:
@@ -63,7 +63,7 @@ def load(browser: Browser, url: str) -> tuple[float, float, int]:
     page = context.new_page()
     page.goto(url)
     usable = page.wait_for_function("() => window.usable").json_value()
-    painted, size = page.evaluate(PAINTED), page.evaluate(BYTES)
+    painted, size = page.wait_for_function(PAINTED).json_value(), page.evaluate(BYTES)
     context.close()
     return painted, usable, size
 

@@ -47,7 +47,8 @@ class Door:
 HOLD = """
 import os, sys, time
 if "palaver.engines.host" in sys.orig_argv:
-    while not os.path.exists({path!r}):
+    parent = os.getppid()
+    while not os.path.exists({path!r}) and os.getppid() == parent:
         time.sleep(0.01)
 """
 
