@@ -25,6 +25,7 @@ from palaver.store.encoding import (
     encode_parts,
     encode_settings,
     encode_usage,
+    merge_tokens,
     pack_tokens,
     unpack_tokens,
 )
@@ -186,6 +187,32 @@ def test_settings_survive_a_round_trip(value: ReplySettings) -> None:
 def test_the_kind_of_a_blob_is_the_type_of_its_part(kind: Any, tag: str) -> None:
     assert kind("a/b", b"").type == tag
     assert type(encoding.media_part(Blob(tag, "a/b", "d", 0), b"")) is kind  # type: ignore[arg-type]
+
+
+LOGPROB = st.floats(max_value=0)
+SOME = st.lists(st.builds(Alternative, st.integers(0, 300_000), LOGPROB), max_size=7).map(tuple)
+STEP = st.builds(Step, st.integers(0, 300_000), LOGPROB | st.just(float("nan")), SOME, st.none() | LOGPROB, SOME)
+
+
+@settings(deadline=None, max_examples=100)
+@given(step=STEP)
+def test_a_step_is_known_as_it_will_be_read(step: Step) -> None:
+    assert repr(as_stored(step)) == repr(unpack_tokens(pack_tokens((step,)))[0])
+
+
+@settings(deadline=None, max_examples=100)
+@given(frames=st.lists(st.lists(STEP | st.builds(Step, st.integers(0, 9), LOGPROB), max_size=4), max_size=4))
+def test_merged_tokens_are_those_of_all_frames(frames: list[list[Step]]) -> None:
+    packed = [pack_tokens(frame) for frame in frames]
+    stored = [step for data in packed for step in unpack_tokens(data)]
+    assert repr(list(unpack_tokens(merge_tokens(packed)))) == repr(stored)
+    assert merge_tokens(packed) == pack_tokens(stored)
+
+
+@pytest.mark.parametrize("cut", [1, 7, 20])
+def test_cut_tokens_are_damaged(cut: int) -> None:
+    with pytest.raises(Damaged, match="restore a backup"):
+        merge_tokens([pack_tokens(steps(1, 2))[:cut]])
 
 
 def test_tokens_round_trip() -> None:

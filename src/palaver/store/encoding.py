@@ -207,7 +207,24 @@ _MIN_FLOAT = -3e38
 
 
 def as_stored(step: Step) -> Step:
-    return unpack_tokens(pack_tokens((step,)))[0]
+    """The step as it is read again: with five alternatives at most, and numbers of 32 bits."""
+    raw, drawn = step.alternatives[:ALTERNATIVES], step.drawn_from[:ALTERNATIVES]
+    sampled = () if step.drawn_logprob is None else (step.drawn_logprob,)
+    numbers = (step.logprob, *sampled, *[one.logprob for one in raw], *[one.logprob for one in drawn])
+    layout = f"<{len(numbers)}f"
+    try:
+        rounded = struct.unpack(layout, struct.pack(layout, *numbers))
+    except OverflowError:
+        return unpack_tokens(pack_tokens((step,)))[0]
+    if rounded == numbers and raw == step.alternatives and drawn == step.drawn_from:
+        return step
+    rest = iter(rounded)
+    logprob, drawn_logprob = next(rest), next(rest) if sampled else None
+    if drawn_logprob != drawn_logprob:  # NaN is stored for None
+        drawn_logprob = None
+    alternatives = tuple([Alternative(one.token_id, next(rest)) for one in raw])
+    drawn_from = tuple([Alternative(one.token_id, next(rest)) for one in drawn])
+    return Step(step.token_id, logprob, alternatives, drawn_logprob, drawn_from)
 
 
 def pack_tokens(steps: Sequence[Step]) -> bytes:
@@ -221,8 +238,7 @@ def pack_tokens(steps: Sequence[Step]) -> bytes:
     if drawn:
         logprobs = [NO_LOGPROB if step.drawn_logprob is None else step.drawn_logprob for step in steps]
         body += _pack_logprobs(logprobs, [step.drawn_from for step in steps])
-    kind = _RAW if len(body) < _MIN_COMPRESSED else _COMPRESSED
-    return _HEADER.pack(kind, drawn, len(steps)) + (body if kind == _RAW else zlib.compress(body, 1))
+    return _pack_body(drawn, len(steps), body)
 
 
 def unpack_tokens(data: bytes) -> tuple[Step, ...]:
@@ -238,7 +254,69 @@ def unpack_tokens(data: bytes) -> tuple[Step, ...]:
         sampled_logprobs = [None if number != number else number for number in drawn_logprobs]
         return tuple(map(Step, ids, logprobs, alternatives, sampled_logprobs, drawn_from))
     except (struct.error, zlib.error) as error:
-        raise Damaged(f"The tokens of a reply can't be read ({error}): restore a backup.") from error
+        raise _damaged(error) from error
+
+
+def merge_tokens(packed: Sequence[bytes]) -> bytes:
+    """What `pack_tokens` returns for the tokens of all these, without a step for each."""
+    try:
+        frames = [_read_frame(data) for data in packed]
+        count, drawn = sum(frame.count for frame in frames), any(frame.drawn for frame in frames)
+        body = _join_columns([(frame.ids, *frame.raw) for frame in frames])
+        if drawn:
+            body += _join_columns([frame.drawn or _no_logprobs(frame.count) for frame in frames])
+    except (struct.error, zlib.error) as error:
+        raise _damaged(error) from error
+    return _pack_body(drawn, count, body)
+
+
+_Columns = tuple[bytes, ...]
+"""Log-probabilities, number of alternatives, their ids, their log-probabilities."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Frame:
+    """Packed tokens, column by column."""
+
+    count: int
+    ids: bytes
+    raw: _Columns
+    drawn: _Columns | None
+
+
+def _read_frame(data: bytes) -> _Frame:
+    kind, drawn, count = _HEADER.unpack_from(data)
+    body = data[_HEADER.size :] if kind == _RAW else zlib.decompress(data[_HEADER.size :])
+    raw, offset = _read_columns(body, 4 * count, count)
+    return _Frame(count, body[: 4 * count], raw, _read_columns(body, offset, count)[0] if drawn else None)
+
+
+def _read_columns(body: bytes, offset: int, count: int) -> tuple[_Columns, int]:
+    """The columns of the log-probabilities, and the offset behind them."""
+    counts = body[offset + 4 * count : offset + 5 * count]
+    ids = offset + 5 * count
+    numbers = ids + 4 * sum(counts)
+    end = numbers + 4 * sum(counts)
+    if end > len(body):
+        raise struct.error("they are cut off")
+    return (body[offset : offset + 4 * count], counts, body[ids:numbers], body[numbers:end]), end
+
+
+def _no_logprobs(count: int) -> _Columns:
+    return struct.pack("<f", NO_LOGPROB) * count, bytes(count), b"", b""
+
+
+def _join_columns(frames: Sequence[_Columns]) -> bytes:
+    return b"".join(part for column in zip(*frames, strict=True) for part in column)
+
+
+def _pack_body(drawn: bool, count: int, body: bytes) -> bytes:
+    kind = _RAW if len(body) < _MIN_COMPRESSED else _COMPRESSED
+    return _HEADER.pack(kind, drawn, count) + (body if kind == _RAW else zlib.compress(body, 1))
+
+
+def _damaged(error: Exception) -> Damaged:
+    return Damaged(f"The tokens of a reply can't be read ({error}): restore a backup.")
 
 
 def _pack_logprobs(logprobs: list[float], alternatives: list[tuple[Alternative, ...]]) -> bytes:

@@ -25,6 +25,7 @@ from palaver.store.encoding import (
     encode_parts,
     encode_settings,
     encode_usage,
+    merge_tokens,
     pack_tokens,
     store_media,
     unpack_tokens,
@@ -201,15 +202,13 @@ class Replies:
         assert ending.status is not ReplyStatus.RUNNING
         parts = None if ending.parts is None else store_media(ending.parts, self._blobs)
         with self._database.write_transaction() as connection:
-            held = _check_held(connection, lease, reply_id)
+            held = _delete_held(connection, lease, reply_id)
             if held.tokens < (ending.tokens or 0):
                 raise TokenCountMismatch({reply_id: held.tokens})
             _merge_token_rows(connection, reply_id)
             if parts is not None:
                 _set_parts(connection, reply_id, parts)
-            if ending.timings is None:
-                _save_timings(connection, [reply_id])
-            _end_replies(connection, [reply_id], _final_values(ending))
+            connection.execute(_update_reply(reply_id).values(_final_values(ending, held.timings)))
             if ending.tool_calls:
                 open_round(connection, reply_id, ending.tool_calls)
             if held.watched:
@@ -509,6 +508,15 @@ def _check_held(connection: Connection, lease: Lease, id: str) -> Any:
     return row
 
 
+def _delete_held(connection: Connection, lease: Lease, id: str) -> Any:
+    """Deletes the row of a running reply, and returns it. Raises LeaseLost if this lease does not hold it."""
+    mine = delete(running).where(running.c.message_id == id, running.c.holder_id == lease.id)
+    row = connection.execute(mine.returning(running.c.tokens, running.c.watched, running.c.timings)).first()
+    if row is None:
+        raise LeaseLost(id)
+    return row
+
+
 def _append_sqlite(connection: Connection, lease: Lease, frames: Sequence[TokenFrame]) -> dict[str, Any]:
     """Appends the frames of held replies, unless one does not fit to its count. Returns the rows of held replies."""
     held = {row.message_id: row for row in connection.execute(_SELECT_HELD, {"holder": lease.id})}
@@ -533,12 +541,12 @@ def _append_postgres(connection: Connection, lease: Lease, frames: Sequence[Toke
 
 
 def _merge_token_rows(connection: Connection, id: str) -> None:
-    mine = reply_tokens.c.message_id == id
-    rows = connection.execute(delete(reply_tokens).where(mine).returning(reply_tokens.c.start, reply_tokens.c.data))
-    steps = [step for _, data in sorted(map(tuple, rows)) for step in unpack_tokens(data)]
-    if not steps:
-        return
-    connection.execute(insert(reply_tokens).values(_token_row(id, 0, steps)))
+    columns = (reply_tokens.c.start, reply_tokens.c.count, reply_tokens.c.data)
+    found = connection.execute(delete(reply_tokens).where(reply_tokens.c.message_id == id).returning(*columns))
+    rows = sorted(map(tuple, found))
+    if rows:
+        count, data = sum(row[1] for row in rows), merge_tokens([row[2] for row in rows])
+        connection.execute(insert(reply_tokens).values(message_id=id, start=0, count=count, data=data))
 
 
 def _set_parts(connection: Connection, id: str, parts: tuple[StoredPart, ...]) -> None:
@@ -556,14 +564,16 @@ def _count_tokens(connection: Connection, id: str) -> int:
     return max(connection.execute(query).scalars(), default=0)
 
 
-def _final_values(ending: ReplyEnding) -> dict[str, Any]:
+def _final_values(ending: ReplyEnding, recorded: Mapping[str, float] | None) -> dict[str, Any]:
+    """`recorded`: the timings that were recorded with its last token; None if there was none in this run."""
+    timings = recorded if ending.timings is None else dict(ending.timings)
     values = {
         "status": ending.status.value,
         "usage": None if ending.usage is None else encode_usage(ending.usage),
         "error": ending.error,
         "ended_at": current_time(),
     }
-    return values if ending.timings is None else {**values, "timings": dict(ending.timings)}
+    return values if timings is None else {**values, "timings": timings}
 
 
 def _save_timings(connection: Connection, ids: Sequence[str]) -> None:
