@@ -39,7 +39,7 @@ from sqlalchemy import (
     text,
 )
 from sqlalchemy.dialects import postgresql, sqlite
-from sqlalchemy.exc import ArgumentError, DisconnectionError
+from sqlalchemy.exc import ArgumentError, DisconnectionError, OperationalError, SQLAlchemyError
 from sqlalchemy.types import TypeDecorator
 
 from palaver.errors import BadParameter
@@ -68,6 +68,12 @@ CONNECT_SECONDS = 10
 SILENCE_SECONDS = 20
 """How long the machine of PostgreSQL may leave data unacknowledged before its connections count as lost."""
 _ASYNCHRONOUS = text("SET LOCAL synchronous_commit = off")
+LOCK_POLL_SECONDS = 0.001
+"""How often a writer looks whether another process has released SQLite's lock."""
+CHECKPOINT_COMMITS = 200
+"""After so many commits SQLite's log is copied into its file."""
+MAX_LOG_PAGES = 20_000
+"""SQLite copies its log itself, during a commit, if it has as many pages."""
 POOL_SIZE = 10
 """Connections to PostgreSQL that stay open, of each of the two kinds."""
 
@@ -101,6 +107,34 @@ class _WriterQueue:
             self._blocked_seconds = total
 
 
+class _Checkpointer:
+    """Copies SQLite's log into its file, in a thread: during a commit it would hold up all writers for a while."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._commits = 0
+        self._thread: threading.Thread | None = None
+
+    def count_commit(self) -> None:
+        """Call with the lock of the writers."""
+        self._commits += 1
+        if self._commits >= CHECKPOINT_COMMITS and (self._thread is None or not self._thread.is_alive()):
+            self._commits = 0
+            self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
+            self._thread.start()
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        """A full disk or a reader in its way leaves the log as it is, for the next time."""
+        with suppress(SQLAlchemyError, sqlite3.Error), self._engine.connect() as connection:
+            driver = connection.connection.driver_connection
+            assert driver is not None
+            driver.execute("PRAGMA wal_checkpoint(PASSIVE)").close()
+
+
 class Database:
     def __init__(self, url: str | URL, lock_timeout: float = 5.0) -> None:
         """`lock_timeout`: seconds to wait for a lock of another process."""
@@ -111,6 +145,7 @@ class Database:
         self.deliver: Callable[[list[str]], None] | None = None
         """Delivers notifications of committed transactions to other processes. See `notifications.py`."""
         self.engine = self._sqlite_engine() if self.is_sqlite else self._postgres_engine("on")
+        self._checkpointer = _Checkpointer(self.engine) if self.is_sqlite else None
         self._statements = self.engine if self.is_sqlite else self._postgres_engine("off", "AUTOCOMMIT")
         """Runs statements that are a transaction each: on PostgreSQL they cost one message instead of three."""
 
@@ -166,6 +201,8 @@ class Database:
             connection = connection.execution_options(palaver_wait=remaining)
             with connection.begin():
                 yield connection
+            assert self._checkpointer is not None
+            self._checkpointer.count_commit()
 
     @contextmanager
     def _write_postgres(self, durability: Durability) -> Iterator[Connection]:
@@ -198,6 +235,8 @@ class Database:
             _log.warning("other processes were not notified: %s", error)
 
     def close(self) -> None:
+        if self._checkpointer is not None:
+            self._checkpointer.close()
         self.engine.dispose()
         self._statements.dispose()
 
@@ -214,15 +253,12 @@ class Database:
         if remaining is None:
             connection.exec_driver_sql("BEGIN")
             return
-        shortened = remaining < self._lock_timeout - 0.01
-        with self._writers.blocked():
-            if shortened:
-                connection.exec_driver_sql(f"PRAGMA busy_timeout = {int(remaining * 1000)}")
-            try:
-                connection.exec_driver_sql("BEGIN IMMEDIATE")
-            finally:
-                if shortened:
-                    connection.exec_driver_sql(f"PRAGMA busy_timeout = {int(self._lock_timeout * 1000)}")
+        connection.exec_driver_sql("PRAGMA busy_timeout = 0")
+        try:
+            with self._writers.blocked():
+                _begin_immediate(connection, remaining)
+        finally:
+            connection.exec_driver_sql(f"PRAGMA busy_timeout = {int(self._lock_timeout * 1000)}")
 
     def _postgres_engine(self, synchronous_commit: str, isolation: Literal["AUTOCOMMIT"] | None = None) -> Engine:
         milliseconds = int(self._lock_timeout * 1000)
@@ -283,7 +319,8 @@ def _restrict_sqlite(path: Path) -> None:
 def _prepare_sqlite(connection: sqlite3.Connection, lock_timeout: float) -> None:
     connection.isolation_level = None  # the driver would begin and commit on its own
     _enable_wal(connection, lock_timeout)
-    for pragma in ("foreign_keys = ON", "synchronous = FULL", "cache_size = -16000"):
+    log = f"wal_autocheckpoint = {MAX_LOG_PAGES}"
+    for pragma in ("foreign_keys = ON", "synchronous = FULL", "cache_size = -16000", log):
         connection.execute(f"PRAGMA {pragma}").close()
 
 
@@ -295,10 +332,27 @@ def _enable_wal(connection: sqlite3.Connection, lock_timeout: float) -> None:
             connection.execute("PRAGMA journal_mode = WAL").close()
             return
         except sqlite3.OperationalError as error:
-            busy = error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_BUSY
-            if not busy or time.monotonic() >= deadline:
+            if not _is_busy(error) or time.monotonic() >= deadline:
                 raise
         time.sleep(0.01)
+
+
+def _begin_immediate(connection: Connection, seconds: float) -> None:
+    """Waits that long for the lock of another process. SQLite itself would look for it more and more seldom, up to ten
+    times a second, and find it taken again."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            connection.exec_driver_sql("BEGIN IMMEDIATE")
+            return
+        except OperationalError as error:
+            if not _is_busy(error.orig) or time.monotonic() >= deadline:
+                raise
+        time.sleep(LOCK_POLL_SECONDS)
+
+
+def _is_busy(error: object) -> bool:
+    return isinstance(error, sqlite3.OperationalError) and error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_BUSY
 
 
 def _set_synchronous(connection: Connection, durability: Durability) -> None:
