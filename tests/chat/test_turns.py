@@ -14,13 +14,13 @@ from sqlalchemy import Table, update
 from palaver.chat.continuation import replay
 from palaver.chat.interface import SentMessage
 from palaver.chat.turn_log import LogEntry
-from palaver.chat.turns import LEFT
+from palaver.chat.turns import LEFT, SharedLock
 from palaver.errors import EngineError
 from palaver.events import AnswerDelta, Failed, Finished, Snapshot, Started, fold
 from palaver.formats.template import Template
 from palaver.generation import Finish
 from palaver.messages import assistant, user
-from palaver.store import DiskFull, NotFound, ReplyStatus, Store, open_store
+from palaver.store import DiskFull, NotFound, ReplyStatus, Store, StoredMessage, open_store
 from palaver.store.schema import replies, running
 from tests import media_files
 from tests.chat.conformance import ANSWER, THOUGHT
@@ -507,3 +507,58 @@ async def test_a_reply_stopped_in_prefill_is_not_in_later_prompts(tmp_path: Path
         )  # it can still be continued: beside, as the conversation went on
         await read_entries(chat, going.id)
         assert (await chat.message(going.id)).text == "Another answer."
+
+
+async def test_a_shared_lock_is_held_by_many_or_by_one_in_the_order_of_requests() -> None:
+    lock, order = SharedLock(), list[str]()
+    release = asyncio.Event()
+
+    async def share(name: str) -> None:
+        async with lock.shared():
+            order.append(name)
+            await release.wait()
+
+    async def own(name: str) -> None:
+        async with lock.exclusive():
+            order.append(name)
+            assert len(order) == 3, "those who share it have not left"
+
+    first = [asyncio.create_task(share(name)) for name in ("a", "b")]
+    await asyncio.sleep(0)
+    second = asyncio.create_task(own("c"))
+    await asyncio.sleep(0)
+    third = asyncio.create_task(share("d"))
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert order == ["a", "b"]
+    release.set()
+    await asyncio.gather(*first, second, third)
+    assert order == ["a", "b", "c", "d"]
+
+
+async def test_requests_with_one_key_start_one_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_store(tmp_path) as store:
+        async with run_service(store) as stage:
+            start, stored = store.replies.start, threading.Semaphore(0)
+
+            def start_slowly(*arguments: Any, **named: Any) -> StoredMessage:
+                """Returns when both requests have stored their reply, or one has waited for the other."""
+                found = start(*arguments, **named)
+                stored.release()
+                stored.acquire(timeout=0.2)
+                stored.acquire(timeout=0.2)
+                return found
+
+            monkeypatch.setattr(store.replies, "start", start_slowly)
+            talk = await stage.chat.create_conversation()
+            async with stage.chat.changes() as changes:
+                sends = (stage.chat.send_message(talk.id, None, user("Hello"), key="once") for _ in range(2))
+                first, second = await asyncio.gather(*sends)
+                assert first.reply.id == second.reply.id
+                await read_entries(stage.chat, first.reply.id)
+                seen = []
+                async for change in changes:
+                    seen.append(change.what)
+                    if change.what == "ended":
+                        break
+                assert seen.count("turn") == 1

@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import TypeVar, cast
+from weakref import WeakValueDictionary
 
 from palaver.chat.interface import ConversationChange
 from palaver.chat.model import Model
@@ -99,6 +100,34 @@ class Turn:
         return self.reply.id
 
 
+class SharedLock:
+    """Is held by many at once, or by one exclusively; in the order in which they ask for it."""
+
+    def __init__(self) -> None:
+        self._gate = asyncio.Lock()
+        self._shares = 0
+        self._free = asyncio.Event()
+        self._free.set()
+
+    @asynccontextmanager
+    async def shared(self) -> AsyncIterator[None]:
+        async with self._gate:
+            self._shares += 1
+            self._free.clear()
+        try:
+            yield
+        finally:
+            self._shares -= 1
+            if not self._shares:
+                self._free.set()
+
+    @asynccontextmanager
+    async def exclusive(self) -> AsyncIterator[None]:
+        async with self._gate:
+            await self._free.wait()
+            yield
+
+
 class Turns:
     """The turns of this process. Entering opens a lease; leaving parks the running turns and closes the lease."""
 
@@ -110,8 +139,11 @@ class Turns:
         """Endings that could not be written yet, by reply id."""
         self._recovering: set[str] = set()
         """Replies of dead processes that this one has claimed and not started yet."""
-        self._start_lock = asyncio.Lock()
-        """Held while a reply is stored and not yet in `_turns`, and while the lease changes."""
+        self._start_lock = SharedLock()
+        """Shared while a reply is stored and not yet in `_turns`; exclusive while replies change hands."""
+        self._key_locks: WeakValueDictionary[tuple[str, str], asyncio.Lock] = WeakValueDictionary()
+        """By conversation and idempotency key: of two requests with one key, the second finds the turn of the first."""
+        self._lease_lock = asyncio.Lock()
         self._starts: set[asyncio.Task[StoredMessage]] = set()
         self._started = asyncio.Event()
         self.closing = False
@@ -203,7 +235,7 @@ class Turns:
     async def _start(
         self, new_turn: NewTurn, stream: GeneratedReply, set_reply_id: Callable[[str], None]
     ) -> StoredMessage:
-        async with self._start_lock:
+        async with self._key_lock(new_turn), self._start_lock.shared():
             self.check_open()
             reply, is_new = await self._under_lease(lambda lease: self._store_reply(lease, new_turn))
             if is_new:
@@ -230,7 +262,7 @@ class Turns:
         fingerprint: str,
     ) -> StoredMessage:
         assert reply.reply is not None
-        async with self._start_lock:
+        async with self._start_lock.shared():
             self.check_open()
             await self._write_ending(reply.id)
             resumed = await self._under_lease(
@@ -267,7 +299,7 @@ class Turns:
 
     async def interrupt_orphans(self) -> tuple[str, ...]:
         """The running replies of dead processes, which are now marked interrupted."""
-        async with self._start_lock:
+        async with self._start_lock.exclusive():
             return await asyncio.to_thread(self._store.replies.interrupt_orphans, self._lease)
 
     async def list_orphans(self) -> Mapping[str, str]:
@@ -276,7 +308,7 @@ class Turns:
 
     async def claim_orphans(self, ids: Collection[str]) -> tuple[str, ...]:
         """Those of the replies that are still of dead processes, which are now claimed by this one."""
-        async with self._start_lock:
+        async with self._start_lock.exclusive():
             self._recovering.update(ids)
             claimed: tuple[str, ...] = ()
             try:
@@ -336,7 +368,7 @@ class Turns:
 
         Endings that fail again are retried later.
         """
-        async with self._start_lock:
+        async with self._start_lock.exclusive():
             try:
                 claimed = await asyncio.to_thread(self._store.replies.running_ids, self._lease)
             except Exception as error:
@@ -377,7 +409,7 @@ class Turns:
         return await asyncio.shield(task)
 
     async def _under_lease(self, write: Callable[[Lease], T]) -> T:
-        """Writes under the lease of this process, or under a new one if it was lost. Call with the lock held."""
+        """Writes under the lease of this process, or under a new one if it was lost. Call with the lock shared."""
         lease = self._lease
         try:
             return await asyncio.to_thread(write, lease)
@@ -387,14 +419,21 @@ class Turns:
 
     async def _replace_lease(self, lost: Lease) -> None:
         """Another process has taken over the replies of this one: their turns end here, new turns get a new lease."""
-        if self._lease is not lost:
-            return
-        _log.warning("the lease ran out and was taken over: %d replies go on elsewhere", len(self.running))
-        self._lease = self._recorder.lease = await asyncio.to_thread(self._store.leases.open)
-        lost.release()
-        for turn in self.running:
-            turn.lease_lost = True
-            turn.reply_stream.stop()
+        async with self._lease_lock:
+            if self._lease is not lost:
+                return
+            running = self.running
+            _log.warning("the lease ran out and was taken over: %d replies go on elsewhere", len(running))
+            self._lease = self._recorder.lease = await asyncio.to_thread(self._store.leases.open)
+            lost.release()
+            for turn in running:
+                turn.lease_lost = True
+                turn.reply_stream.stop()
+
+    def _key_lock(self, new_turn: NewTurn) -> asyncio.Lock:
+        if new_turn.key is None:
+            return asyncio.Lock()
+        return self._key_locks.setdefault((new_turn.conversation_id, new_turn.key), asyncio.Lock())
 
     def _stream_reply(
         self,
@@ -551,7 +590,7 @@ class Turns:
             try:
                 lease = self._lease
                 if not await asyncio.to_thread(lease.renew):
-                    async with self._start_lock:
+                    async with self._start_lock.exclusive():
                         await self._replace_lease(lease)
                 await self.write_pending_endings()
             except Exception as error:  # a full disk or a locked database: retried later
