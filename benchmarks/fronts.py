@@ -19,6 +19,7 @@ import multiprocessing
 import os
 import random
 import statistics
+import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -37,6 +38,7 @@ from palaver.engines.host.supervisor import ReportProgress
 from palaver.events import Event, Finished, PhaseOpened, ReadEvent
 from palaver.messages import user
 from palaver.phases import Phase
+from palaver.server.app import SWITCH_SECONDS
 from palaver.store import Store, open_store
 from palaver.store.replies import TokenFrame
 from tests.chat.scripted_service import TOKENIZER, model, reply
@@ -61,6 +63,7 @@ async def front(store: Store, seconds: float) -> AsyncIterator[Service]:
         await models.ready()
         await service.recovered.wait()
         gc.freeze()  # as `palaver serve` does
+        sys.setswitchinterval(SWITCH_SECONDS)
         yield service
 
 

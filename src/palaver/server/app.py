@@ -124,6 +124,8 @@ def _routes(state: ServerState) -> FastAPI:
 
 
 BACKLOG = 2048
+SWITCH_SECONDS = 0.001
+"""After this time a thread leaves Python's interpreter to another one."""
 PING_SECONDS = 20.0
 _QUIET_LIBRARIES = ("uvicorn", "uvicorn.error", "asyncio", "httpx", "httpcore", "alembic")
 
@@ -211,13 +213,20 @@ async def run_server(serving: UvicornServer, listening: socket.socket, server: S
         await asyncio.wait({loading, running}, return_when=asyncio.FIRST_COMPLETED)
         if loading.done() and isinstance(loading.exception(), PalaverError):
             serving.should_exit = True
-        gc.freeze()  # a full collection over all that was imported takes 0.1 s, in which nothing is answered
+        _favour_latency()
         await running
         if loading.done():
             loading.result()
     finally:
         loading.cancel()
         await asyncio.gather(loading, return_exceptions=True)
+
+
+def _favour_latency() -> None:
+    """Call once everything is imported. A full collection over all of that takes 0.1 s, in which nothing is answered;
+    and the threads that call the store would wait 5 ms for the event loop's thread at each of their steps."""
+    gc.freeze()
+    sys.setswitchinterval(SWITCH_SECONDS)
 
 
 def listen(settings: ServerSettings) -> socket.socket:
