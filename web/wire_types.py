@@ -27,7 +27,8 @@ _PLAIN = {"string": "string", "integer": "number", "number": "number", "boolean"
 
 def document() -> dict[str, Any]:
     app = FastAPI()
-    app.include_router(routes.router())
+    for router in routes.routers():
+        app.include_router(router)
     return publish_names(app.openapi())
 
 

@@ -33,7 +33,8 @@ def client(dist: Path) -> TestClient:
     app = FastAPI()
     app.state.palaver = _State()
     install_error_handlers(app)
-    app.include_router(routes.router())
+    for router in routes.routers():
+        app.include_router(router)
     return TestClient(app)
 
 

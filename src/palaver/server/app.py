@@ -12,12 +12,14 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
+from starlette.routing import BaseRoute
 
 from palaver import __version__
 from palaver.chat.service import Service
@@ -104,23 +106,33 @@ def _routes(state: ServerState) -> FastAPI:
     app.state.palaver = state
     install_error_handlers(app)
     install_openapi(app)
-    app.include_router(openai.chat_router())
-    app.include_router(completions.router())
-    app.include_router(openai.tokens_router())
-    for module in (
-        speech,
-        transcriptions,
-        responses,
-        openai_conversations,
-        anthropic,
-        conversations,
-        admin,
-        websocket,
-        share_links,
-        page,
-    ):
-        app.include_router(module.router())
+    app.router.routes.extend(_all_routes())
     return app
+
+
+@cache
+def _all_routes() -> tuple[BaseRoute, ...]:
+    """The routes of all APIs, in the order in which they match. They hold no state: requests find it in the app.
+
+    FastAPI takes half a second to build their validators. `include_router` would do it twice, the second time when the
+    first request comes.
+    """
+    routers = (
+        openai.chat_router(),
+        completions.router(),
+        openai.tokens_router(),
+        speech.router(),
+        transcriptions.router(),
+        responses.router(),
+        openai_conversations.router(),
+        anthropic.router(),
+        *conversations.routers(),
+        admin.router(),
+        websocket.router(),
+        share_links.router(),
+        *page.routers(),
+    )
+    return tuple(route for router in routers for route in router.routes)
 
 
 BACKLOG = 2048

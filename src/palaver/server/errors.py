@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
@@ -22,7 +22,7 @@ from palaver import errors
 from palaver.errors import BadParameter, ContextOverflow, PalaverError, QueueFull, RequestError, ShuttingDown
 from palaver.store import errors as store
 from palaver.tools.servers import ToolServerFailed
-from palaver.wire import error_fields
+from palaver.wire import ErrorBody, error_fields
 
 _log = logging.getLogger("palaver.server")
 INTERNAL = "Something went wrong inside of the server: its log has the details."
@@ -291,3 +291,25 @@ def _shortened(value: Any) -> Any:
         return value if len(value) <= 80 else value[:77] + "..."
     text = reprlib.repr(value) if isinstance(value, list | dict) else repr(value)
     return value if len(text) <= 80 and "..." not in text else text[:77].rstrip(".") + "..."
+
+
+_RESPONSES: dict[int | str, dict[str, Any]] = {
+    status: {"model": ErrorBody, "description": why}
+    for status, why in (
+        (400, "what was asked can't be done as it was asked"),
+        (401, "a key is needed"),
+        (403, "not allowed"),
+        (404, "not there, or not yours"),
+        (409, "something else happened first"),
+        (413, "too large"),
+        (429, "too much at once"),
+        (500, "the server failed"),
+        (503, "not now"),
+        (507, "no room left"),
+    )
+}
+
+
+def api_router(tag: str) -> APIRouter:
+    """A router of Palaver's own API, whose document has the errors of all of its routes."""
+    return APIRouter(prefix="/api", tags=[tag], responses=_RESPONSES)

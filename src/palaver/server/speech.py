@@ -18,7 +18,7 @@ from palaver.errors import BadParameter, PalaverError
 from palaver.events import AnswerDelta, Failed, Finished, Snapshot
 from palaver.messages import Text
 from palaver.server.auth import CallerDep
-from palaver.server.errors import OtherModel, log_unexpected
+from palaver.server.errors import OtherModel, api_router, log_unexpected
 from palaver.server.openai.request import check_nested_fields, voice_name
 from palaver.server.openai.schemas import RequestFields, VoiceReference
 from palaver.server.sse import EventStream, close_on_failure, encode_sse, run_while_connected
@@ -144,7 +144,7 @@ def _event(value: dict[str, object]) -> bytes:
     return encode_sse(json.dumps(value).encode())
 
 
-message_speech_routes = APIRouter(tags=["speech"])
+message_speech_routes = api_router("speech")
 _MEDIA_TYPE = "audio/wav"
 _AUDIO_RESPONSE: dict[int | str, dict[str, Any]] = {
     200: {"content": {"audio/wav": {"schema": {"type": "string", "format": "binary"}}}}

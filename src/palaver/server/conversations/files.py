@@ -8,10 +8,11 @@ from dataclasses import asdict
 from typing import Annotated, Any
 from urllib.parse import quote
 
-from fastapi import APIRouter, Query, Request, Response
+from fastapi import Query, Request, Response
 
 from palaver.chat.interface import ImportReport
 from palaver.errors import BadParameter
+from palaver.server.errors import api_router
 from palaver.server.sse import run_while_connected
 from palaver.server.state import ChatDep, StateDep
 from palaver.store import Conversation, NotFound
@@ -19,7 +20,7 @@ from palaver.transcripts import TranscriptFormat
 from palaver.transcripts.archive import ZIP_START, open_export
 from palaver.wire import BlobUploadSchema, DocumentSchema, TranscriptionSchema
 
-routes = APIRouter(tags=["files"])
+routes = api_router("files")
 _MAX_OBJECTS = 20
 """The limit of JSON objects (messages and parts) per conversation, on average over an import."""
 MAX_UNPACKED = 8
@@ -53,7 +54,7 @@ async def export(
     )
 
 
-preference_routes = APIRouter(tags=["comparisons"])
+preference_routes = api_router("comparisons")
 _PREFERENCES: dict[int | str, dict[str, Any]] = {
     200: {"description": "The file.", "content": {"application/jsonl": {"schema": {"type": "string"}}}}
 }
@@ -127,7 +128,7 @@ def attachment(name: str) -> dict[str, str]:
     }
 
 
-blob_routes = APIRouter(tags=["blobs"])
+blob_routes = api_router("blobs")
 OCTET_STREAM = "application/octet-stream"
 SAFE_TYPES = (
     *("image/png", "image/jpeg", "image/gif", "image/webp", "image/avif", "image/bmp"),

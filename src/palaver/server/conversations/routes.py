@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable
 from html import escape
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Body, Query, Request, Response
 from fastapi.responses import HTMLResponse
@@ -17,7 +17,7 @@ from palaver.server.admin import check_model_name
 from palaver.server.auth import AdminDep, CallerDep, get_caller
 from palaver.server.conversations import files, streaming
 from palaver.server.conversations.files import BINARY, OCTET_STREAM
-from palaver.server.errors import NotAllowed
+from palaver.server.errors import NotAllowed, api_router
 from palaver.server.speech import message_speech_routes
 from palaver.server.sse import run_while_connected
 from palaver.server.state import ChatDep, IdempotencyKeyDep, StateDep, idempotency_key
@@ -44,7 +44,6 @@ from palaver.wire import (
     DecideCallsRequest,
     DeletePresetRequest,
     EditMessageRequest,
-    ErrorBody,
     FinishSignInRequest,
     ForgottenSchema,
     ForkReplyRequest,
@@ -68,7 +67,7 @@ from palaver.wire import (
     UpdateConversationRequest,
 )
 
-conversation_routes = APIRouter(tags=["conversations"])
+conversation_routes = api_router("conversations")
 Limit = Annotated[int, Query(ge=1, le=1000)]
 
 
@@ -165,7 +164,7 @@ async def search(query: str, chat: ChatDep, limit: Limit = 20) -> list[SearchHit
     return list(await chat.search(query, limit))
 
 
-cursor_routes = APIRouter(tags=["cursors"])
+cursor_routes = api_router("cursors")
 
 
 @cursor_routes.get("/conversations/{id}/cursor")
@@ -190,7 +189,7 @@ async def redo(id: str, body: CursorRequest, chat: ChatDep) -> Cursor:
     return await chat.redo(id, body.client)
 
 
-preset_routes = APIRouter(tags=["presets"])
+preset_routes = api_router("presets")
 
 
 @preset_routes.get("/presets")
@@ -222,7 +221,7 @@ async def save_defaults(body: SaveDefaultsRequest, chat: ChatDep) -> Conversatio
     return await chat.save_defaults(body.system, body.parameters)
 
 
-message_routes = APIRouter(tags=["messages"])
+message_routes = api_router("messages")
 
 
 @message_routes.get("/messages/{id}")
@@ -271,7 +270,7 @@ async def _resolve_parts(chat: Chat, parts: Iterable[NewPart]) -> tuple[Part, ..
     return tuple(resolved)
 
 
-turn_routes = APIRouter(tags=["turns"])
+turn_routes = api_router("turns")
 
 
 @turn_routes.post("/conversations/{id}/say", status_code=201)
@@ -327,7 +326,7 @@ async def raw(id: str, chat: ChatDep) -> RawReplySchema:
     return RawReplySchema(text=await chat.raw_text(id))
 
 
-share_routes = APIRouter(tags=["shares"])
+share_routes = api_router("shares")
 _DAY_SECONDS = 24 * 3600
 
 
@@ -355,7 +354,7 @@ async def revoke_share(id: str, chat: ChatDep) -> None:
     await chat.revoke_share(id)
 
 
-comparison_routes = APIRouter(tags=["comparisons"])
+comparison_routes = api_router("comparisons")
 
 
 @comparison_routes.post("/conversations/{id}/compare", status_code=201)
@@ -394,7 +393,7 @@ async def choose_reply(id: str, body: ChooseReplyRequest, chat: ChatDep) -> Comp
     return await chat.choose_reply(id, body.reply)
 
 
-tool_routes = APIRouter(tags=["tools"])
+tool_routes = api_router("tools")
 
 
 @tool_routes.get("/tools")
@@ -481,7 +480,7 @@ async def decide_calls(id: str, body: DecideCallsRequest, chat: ChatDep) -> Tool
     return await chat.decide_calls(id, [one.to_value() for one in body.decisions])
 
 
-model_routes = APIRouter(tags=["model"])
+model_routes = api_router("model")
 
 
 @model_routes.get("/model")
@@ -532,26 +531,8 @@ async def count_tokens(body: CountTokensRequest, request: Request, state: StateD
     return TokenCountSchema(tokens=await run_while_connected(request, counting))
 
 
-_ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": ErrorBody, "description": why}
-    for status, why in (
-        (400, "what was asked can't be done as it was asked"),
-        (401, "a key is needed"),
-        (403, "not allowed"),
-        (404, "not there, or not yours"),
-        (409, "something else happened first"),
-        (413, "too large"),
-        (429, "too much at once"),
-        (500, "the server failed"),
-        (503, "not now"),
-        (507, "no room left"),
-    )
-}
-
-
-def router() -> APIRouter:
-    api = APIRouter(prefix="/api", responses=_ERRORS)
-    for routes in (
+def routers() -> tuple[APIRouter, ...]:
+    return (
         model_routes,
         conversation_routes,
         preset_routes,
@@ -566,6 +547,4 @@ def router() -> APIRouter:
         streaming.routes,
         files.routes,
         files.blob_routes,
-    ):
-        api.include_router(routes)
-    return api
+    )

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import AsyncExitStack, aclosing
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Header, Query
+from fastapi import Header, Query
 
 from palaver.chat import interface
 from palaver.chat.interface import Chat
@@ -16,7 +16,7 @@ from palaver.chat.turns import LEFT
 from palaver.encoding import adapter
 from palaver.errors import BadParameter, PalaverError
 from palaver.events import Failed
-from palaver.server.errors import error_body, error_value, log_unexpected
+from palaver.server.errors import api_router, error_body, error_value, log_unexpected
 from palaver.server.sse import EventStream, encode_sse
 from palaver.server.state import ChatDep, ClosingDep
 from palaver.wire import (
@@ -156,7 +156,7 @@ async def _changes(changes: AsyncIterator[interface.ConversationChange], closing
         await asyncio.gather(*waiting, return_exceptions=True)
 
 
-routes = APIRouter(tags=["events"])
+routes = api_router("events")
 MAX_NUMBER = 2**31
 EventNumber = Annotated[int, Query(ge=0, le=MAX_NUMBER)]
 

@@ -97,9 +97,7 @@ can go on running.</p>
 """
 
 
-def router() -> APIRouter:
-    routes = APIRouter()
-    routes.include_router(session_routes)
+def routers() -> tuple[APIRouter, ...]:
     files = APIRouter(include_in_schema=False)
 
     @files.api_route("/", methods=["GET", "HEAD"])
@@ -123,8 +121,7 @@ def router() -> APIRouter:
     async def other(name: str, accept_encoding: Encodings = "") -> Response:
         return _file(name, _CACHE_REVALIDATE, accept_encoding)
 
-    routes.include_router(files)
-    return routes
+    return session_routes, files
 
 
 def _file(name: str, cache_control: str, encodings: str) -> Response:
