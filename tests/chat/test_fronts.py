@@ -177,10 +177,10 @@ async def test_a_stop_survives_the_server_that_should_run_it(
 ) -> None:
     monkeypatch.setattr("palaver.chat.service.RECOVERY_INTERVAL_S", 0.05)
     async with two_fronts(place, resume=True) as fronts:
-        reply = await start(fronts.owner.chat)
-        await read_until(fronts.owner.chat, reply, 2)
         fronts.owner.service.fronts._receive = lambda notification: None  # type: ignore[method-assign]
         fronts.owner.service.fronts.look_seconds = SECONDS
+        reply = await start(fronts.owner.chat)
+        await read_until(fronts.owner.chat, reply, 2)
         reader = asyncio.create_task(read_entries(fronts.other.chat, reply))
         await asyncio.sleep(0.05)
         await fronts.other.chat.stop_reply(reply)

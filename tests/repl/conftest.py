@@ -19,9 +19,9 @@ import pytest
 from tests.repl.terminal import Terminal
 
 SOURCE = Path(__file__).parents[2] / "src"
-ENVIRONMENT = {"PYTHONPATH": str(SOURCE)}
-SLOW_STEPS = "--no-compile"
+SLOW_STEPS = Path(__file__).parent / "slow_steps"
 """A reply must last long enough to be stopped by a key."""
+ENVIRONMENT = {"PYTHONPATH": f"{SLOW_STEPS}{os.pathsep}{SOURCE}"}
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class HeldEngine:
 
 
 def local_door(folder: Path) -> Door:
-    return Door("local", folder, ("--local", SLOW_STEPS, "--data", str(folder)))
+    return Door("local", folder, ("--local", "--data", str(folder)))
 
 
 @pytest.fixture(scope="session", params=["local", "server"])
@@ -89,7 +89,7 @@ def run_server(folder: Path) -> Iterator[tuple[Door, subprocess.Popen[bytes]]]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "palaver", "serve", SLOW_STEPS, "--port", str(port), "--data", str(folder)]
+    command = [sys.executable, "-m", "palaver", "serve", "--port", str(port), "--data", str(folder)]
     with (folder / "server.log").open("wb") as log:
         process = subprocess.Popen(command, env={**os.environ, **ENVIRONMENT}, stdout=log, stderr=log)
     try:
