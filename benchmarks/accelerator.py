@@ -7,6 +7,7 @@
     PYTHONPATH=src python3 benchmarks/accelerator.py --sampling     the same at batch 1 and 32: what sampling costs
     PYTHONPATH=src python3 benchmarks/accelerator.py --arrivals     requests that come and go
     PYTHONPATH=src python3 benchmarks/accelerator.py --bits 2000    the exact mode: replies alone, in batches, cut
+    PYTHONPATH=src python3 benchmarks/accelerator.py --drafts       the exact mode with drafts over that without
 
 Needs only torch and transformers. `--device cpu --tiny` runs the same code without an accelerator.
 """
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
+import logging
 import random
 import sys
 import time
@@ -427,6 +429,8 @@ class Arrivals:
         model = random_model(shape, arguments.device, self.size)
         self.engine = model_engine(name, model, [b"x"] * self.size, EngineOptions(exact=arguments.exact))
         collect_seldom()  # as the engine's process does
+        runner: Any = self.engine._scheduler._runner
+        print(f"{name}: {getattr(getattr(runner, '_step', None), 'costs', None)}", flush=True)
         self.rng = random.Random(name)
         self.first_tokens: list[float] = []
         self.times: list[float] = []
@@ -565,6 +569,87 @@ class Bits:
         return steps[:40]
 
 
+class Drafts:
+    """One stream in the exact mode with drafts and without, in turn.
+
+    No random model copies a text. So what the layers compute is left out of the sum, and after each token comes the
+    one that a permutation of the vocabulary says; the passes are those of any model. Where the prompt holds what comes
+    next, a reply is a copy of it, and otherwise it repeats nothing."""
+
+    ROUNDS = 3
+    CHANGE = 60
+    """Each token of a copied text with a number divisible by this is another one in the prompt."""
+
+    def __init__(self, name: str, shape: dict[str, Any], arguments: argparse.Namespace) -> None:
+        self.name = name
+        self.size = 512 if arguments.tiny else 151936
+        self.length = 64 if arguments.tiny else 1024
+        self.tokens: int = 32 if arguments.tiny else arguments.tokens
+        model = random_model(shape, arguments.device, self.size)
+        chain = torch.randperm(self.size, generator=torch.Generator().manual_seed(3))
+        self.next = chain.tolist()
+        with torch.no_grad():
+            for parameter_name, parameter in model.named_parameters():
+                if parameter_name.endswith(("o_proj.weight", "down_proj.weight")):
+                    parameter.zero_()
+            embedding = model.get_input_embeddings().weight
+            model.get_output_embeddings().weight[chain.to(embedding.device)] = embedding
+        self.engines = [
+            model_engine(name, model, [b"x"] * self.size, EngineOptions(exact=True, speculate=drafts))
+            for drafts in (True, False)
+        ]
+        collect_seldom()  # as the engine's process does
+
+    async def run(self) -> int:
+        """Returns how many replies differ."""
+        rng, wrong = random.Random(self.name), 0
+        for kind in ("a text with changes", "a text with changes, eight streams", "prose"):
+            rates: list[list[float]] = [[], []]
+            for number in range(self.ROUNDS):
+                streams = 8 if "eight" in kind else 1
+                prompts = [self._prompt(rng, kind != "prose") for _ in range(streams)]
+                both = [
+                    await self._measure(engine, prompts, number, rate)
+                    for engine, rate in zip(self.engines, rates, strict=True)
+                ]
+                wrong += both[0] != both[1]
+            ratios = [fast / plain for fast, plain in zip(*rates, strict=True)]
+            statistics = self.engines[0].statistics
+            print(
+                f"{self.name:11} {kind}: {sorted(ratios)[len(ratios) // 2]:.2f} times ({min(ratios):.2f} to"
+                f" {max(ratios):.2f}), {max(rates[0]):.0f} and {max(rates[1]):.0f} tokens/s;"
+                f" {statistics.accepted_tokens} of {statistics.draft_tokens} drafted tokens accepted so far",
+                flush=True,
+            )
+        print(f"{self.name:11} {wrong} replies differ", flush=True)
+        for engine in self.engines:
+            await engine.close()
+        return wrong
+
+    def _prompt(self, rng: random.Random, copied: bool) -> Prompt:
+        """With `copied`, of the text that the reply will be, but for some tokens."""
+        ids = [rng.randrange(1, self.size) for _ in range(self.length)]
+        if copied:
+            text = [ids[-1]]
+            while len(text) <= self.tokens:
+                text.append(self.next[text[-1]])
+            for place in range(self.CHANGE, len(text), self.CHANGE):
+                text[place] = rng.randrange(1, self.size)
+            ids[10 : 10 + len(text)] = text
+        return Prompt(tuple(ids[: self.length]))
+
+    async def _measure(
+        self, engine: TorchEngine, prompts: Sequence[Prompt], seed: int, rates: list[float]
+    ) -> list[list[int]]:
+        """From the first token to the last, with the prompt in the cache."""
+        sampling = replace(SAMPLINGS["stored turn"], seed=seed, max_tokens=self.tokens)
+        await asyncio.gather(*(generate_ids(engine, prompt, replace(sampling, max_tokens=4)) for prompt in prompts))
+        began = time.perf_counter()
+        replies = await asyncio.gather(*(generate_ids(engine, prompt, sampling) for prompt in prompts))
+        rates.append(sum(map(len, replies)) / (time.perf_counter() - began))
+        return replies
+
+
 async def speed(arguments: argparse.Namespace) -> None:
     limit = bandwidth(arguments.device)
     print(f"memory read: {limit / 1e12:.2f} TB/s")
@@ -591,6 +676,7 @@ async def main() -> int:
     parser.add_argument("--sampling", action="store_true")
     parser.add_argument("--arrivals", action="store_true")
     parser.add_argument("--bits", type=int, default=0, metavar="CYCLES")
+    parser.add_argument("--drafts", action="store_true")
     parser.add_argument("--exact", action="store_true")
     parser.add_argument("--shape", choices=SHAPES, help="only this one")
     parser.add_argument("--batch", type=int, help="only this number of streams")
@@ -605,6 +691,7 @@ async def main() -> int:
     shapes = {"tiny": TINY} if arguments.tiny else SHAPES
     chosen_shapes = (arguments.shape,) if arguments.shape else ("tiny", *DEFAULT_SHAPES)
     arguments.shapes = {name: shape for name, shape in shapes.items() if name in chosen_shapes}
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
     print(f"torch {torch.__version__}, transformers {transformers.__version__}, {arguments.device}", flush=True)
     chosen = (
         arguments.identity
@@ -613,6 +700,7 @@ async def main() -> int:
         or arguments.sampling
         or arguments.arrivals
         or arguments.bits
+        or arguments.drafts
     )
     failures = await identity(arguments.device, False) if arguments.identity or not chosen else 0
     if arguments.kernels:
@@ -627,6 +715,9 @@ async def main() -> int:
             await arrivals.engine.close()
     if arguments.bits:
         failures += await Bits(arguments).run()
+    if arguments.drafts:
+        for name, shape in arguments.shapes.items():
+            failures += await Drafts(name, shape, arguments).run()
     return min(failures, 1)
 
 

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from palaver.engines.core.prefix_cache import PAGE_SIZE, PageTree
+from palaver.engines.core.kv_cache import MIN_CAPACITY, HostMemory, KVLayout
+from palaver.engines.core.prefix_cache import PAGE_SIZE, RESERVED_PARTS, PageTree, PrefixCache
 from palaver.engines.core.sampler import HostLogits
 
 
@@ -110,3 +111,28 @@ def test_logits_are_found_after_their_own_keys_alone(inserted: list[tuple[list[i
     assert pages.nbytes == sum(page.nbytes for page in pages._lru)
     pages.clear()
     assert pages.nbytes == 0
+
+
+class CountedMemory(HostMemory):
+    """Records how much memory is taken in advance."""
+
+    def __init__(self) -> None:
+        self.reserved: list[int] = []
+
+    def reserve(self, nbytes: int) -> None:
+        self.reserved.append(nbytes)
+
+
+def test_memory_is_taken_in_large_parts_up_to_the_limit() -> None:
+    memory = CountedMemory()
+    layout = KVLayout((((1, 4), (1, 4)),), memory)
+    limit = 256 * MIN_CAPACITY * layout.bytes_per_token
+    cache = PrefixCache(layout, limit)
+    for number in range(1000):
+        keys = [number, *range(MIN_CAPACITY)]
+        slot, _ = cache.allocate("", keys, len(keys))
+        cache.insert(slot, "", keys)
+        cache.free(slot, "", keys)
+        assert cache.statistics.used_bytes <= sum(memory.reserved) <= limit
+    assert cache.statistics.evictions
+    assert len(memory.reserved) <= RESERVED_PARTS

@@ -50,6 +50,10 @@ class ArrayMemory(Protocol[A]):
         """Whether it is the memory of the CPU, where moving arrays costs as much as using them."""
         ...
 
+    def reserve(self, nbytes: int) -> None:
+        """Takes so much more memory from the device for arrays to come, where that is slow. Raises if there is none."""
+        ...
+
     def zeros(self, shape: tuple[int, ...]) -> A: ...
 
     def clone(self, array: A) -> A:
@@ -70,6 +74,9 @@ class HostMemory:
 
     itemsize = 4
     on_host = True
+
+    def reserve(self, nbytes: int) -> None:
+        pass
 
     def zeros(self, shape: tuple[int, ...]) -> HostArray:
         return aligned_zeros(shape, np.float32)

@@ -32,6 +32,8 @@ POOL_SHARE = 64
 """A new pool takes at most this part of the memory, unless a single slot takes more."""
 WIDE_POOL_SHARE = 8
 """The same for a pool that was widened."""
+RESERVED_PARTS = 32
+"""The memory is taken from the device in at most so many parts, as it fills."""
 LOGITS_SHARE = 64
 """Logits after a prompt are cached where they take at most this part of the memory."""
 
@@ -263,6 +265,8 @@ class PrefixCache(Generic[A]):
         """Called after slots moved or were dropped: a cached batch holds references to the old pools."""
         self._pages: PageTree[A] = PageTree()
         self._limit_bytes = limit_bytes
+        self._reserved_bytes = 0
+        """The most that slots and pages took so far, in whole parts."""
         self._prompt_tokens = 0
         self._hit_tokens = 0
 
@@ -438,7 +442,17 @@ class PrefixCache(Generic[A]):
             return False
         while self._excess(needed) > 0:
             self._pages.evict()
+        self._reserve_memory(self._limit_bytes + self._excess(needed))
         return True
+
+    def _reserve_memory(self, nbytes: int) -> None:
+        """Takes the memory of the cache from the device in large parts: each request to the device delays replies."""
+        if nbytes > self._reserved_bytes:
+            part = max(nbytes - self._reserved_bytes, self._limit_bytes // RESERVED_PARTS)
+            part = min(part, self._limit_bytes - self._reserved_bytes)
+            self._reserved_bytes += part
+            with suppress(CacheFull), self._out_of_memory_is_full(0):  # it is only an optimisation
+                self._layout.memory.reserve(part)
 
     def _compact_slots(self) -> None:
         """Frees the memory of unused slots."""

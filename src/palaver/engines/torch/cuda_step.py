@@ -22,6 +22,7 @@ from palaver.engines.torch.batch import SequenceChunk
 from palaver.engines.torch.cuda_graphs import Capture
 from palaver.engines.torch.device_changes import to_device
 from palaver.engines.torch.step_weights import (
+    NO_WINDOW,
     ROWS,
     ExpertProjection,
     Experts,
@@ -821,6 +822,7 @@ class DecoderStep:
             PROGRAMS=programs,
             NORM=heads.norm,
             ROTATED=rotated,
+            WINDOW=attention.window < NO_WINDOW,
             SOFTCAP=attention.softcap is not None,
             STAGES=2,
             **heads.sizes,
@@ -834,6 +836,7 @@ class DecoderStep:
             buffers.attended,
             self._entries,
             attention.window,
+            WINDOW=attention.window < NO_WINDOW,
             SINKS=attention.sinks is not None,
             AT_ONCE=8,
             **heads.sizes,
@@ -881,6 +884,7 @@ class DecoderStep:
             attention.scale,
             attention.window,
             attention.softcap or 1.0,
+            WINDOW=attention.window < NO_WINDOW,
             SOFTCAP=attention.softcap is not None,
             SINKS=attention.sinks is not None,
             QUERIES=heads.prefill_queries,

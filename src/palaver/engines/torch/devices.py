@@ -163,6 +163,10 @@ class TensorMemory:
     def on_host(self) -> bool:
         return self.device.type == "cpu"
 
+    def reserve(self, nbytes: int) -> None:
+        if self.device.type == "cuda":
+            torch.empty(nbytes, dtype=torch.uint8, device=self.device)  # torch keeps what is freed, and divides it
+
     def zeros(self, shape: tuple[int, ...]) -> Tensor:
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
 

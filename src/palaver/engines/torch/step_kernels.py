@@ -35,6 +35,8 @@ ALIGNMENT = tl.constexpr(16)
 """Bytes of which addresses in the cache are multiples. Triton doesn't know it of addresses that are read from memory,
 and would load number by number."""
 NO_KEY = tl.constexpr(-1e30)
+UNROLLED = tl.constexpr(4)
+"""Parts of a sum up to which a program's loop over them is unrolled. 15 took two minutes to compile."""
 SWIGLU_ALPHA = tl.constexpr(1.702)
 SWIGLU_LIMIT = tl.constexpr(7.0)
 FLUSH = tl.constexpr(2.0**-30)
@@ -171,6 +173,21 @@ def _tanh(x):
 
 
 @triton.jit
+def _first_tile(position, window, WINDOW: tl.constexpr, T: tl.constexpr):
+    """The tile with the first token that the one at this position sees."""
+    if WINDOW:
+        return tl.maximum(position - window + 1, 0) // T
+    return 0
+
+
+@triton.jit
+def _seen(at, position, window, WINDOW: tl.constexpr):
+    if WINDOW:
+        return (at <= position) & (at > position - window)
+    return at <= position
+
+
+@triton.jit
 def _tile_weights(x, seen, scale, softcap, SOFTCAP: tl.constexpr, dtype: tl.constexpr):
     """The maximum of a tile's scores, the weights relative to it, and their sum."""
     x = softcap * LOG2E * _tanh(x * (scale / softcap)) if SOFTCAP else x * (scale * LOG2E)
@@ -210,6 +227,7 @@ def _attend(
     PROGRAMS: tl.constexpr,
     NORM: tl.constexpr,
     ROTATED: tl.constexpr,
+    WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
@@ -218,8 +236,8 @@ def _attend(
 
     A row's keys of layer 0 are at the address `base`; keys and values of the layers alternate, `member` elements apart;
     heads are `head` elements apart. Also norms and rotates the new key; the program with the last tile writes it, with
-    its value, to the cache before it reads the tile. ROTATED: `_rotate_and_write` has done all that. `window`: how many
-    tokens a token sees, itself included.
+    its value, to the cache before it reads the tile. ROTATED: `_rotate_and_write` has done all that. `window`: with
+    WINDOW, how many tokens a token sees, itself included.
     """
     HALF: tl.constexpr = D // 2
     dtype: tl.constexpr = qkv_ptr.dtype.element_ty
@@ -235,7 +253,7 @@ def _attend(
     if PDL:
         gdc_launch_dependents()
     tiles = position // T + 1
-    first = tl.maximum(position - window + 1, 0) // T
+    first = _first_tile(position, window, WINDOW, T)
     per = (tiles - first + PROGRAMS - 1) // PROGRAMS
     begin = first + program * per
     if begin >= tiles:
@@ -284,7 +302,7 @@ def _attend(
         v = tl.load(values + here + whole[None, :], mask=known, other=0.0)
         x = tl.dot(a, tl.trans(k_a), input_precision="ieee")
         x = tl.dot(b, tl.trans(k_b), x, input_precision="ieee")
-        seen = ((at <= position) & (at > position - window))[None, :]
+        seen = _seen(at, position, window, WINDOW)[None, :]
         top, weights, total = _tile_weights(x, seen, scale, softcap, SOFTCAP, dtype)
         out = tl.dot(weights, v, input_precision="ieee")
         entry = ((pid * entries + tile) * GP + group).to(tl.int64)
@@ -316,6 +334,7 @@ def _join(
     GP: tl.constexpr,
     D: tl.constexpr,
     T: tl.constexpr,
+    WINDOW: tl.constexpr,
     SINKS: tl.constexpr,
     AT_ONCE: tl.constexpr,
     PDL: tl.constexpr,
@@ -325,7 +344,7 @@ def _join(
     row = pid // H
     head = pid % H
     position = tl.load(position_ptr + row).to(tl.int32)
-    first_tile = tl.maximum(position - window + 1, 0) // T
+    first_tile = _first_tile(position, window, WINDOW, T)
     tiles = position // T + 1 - first_tile
     whole = tl.arange(0, D)
     first = (((row * KVH + head // G) * entries + first_tile) * GP + head % G).to(tl.int64)
@@ -426,6 +445,7 @@ def _attend_prefill(
     GP: tl.constexpr,
     D: tl.constexpr,
     T: tl.constexpr,
+    WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr,
     QUERIES: tl.constexpr,
@@ -462,7 +482,7 @@ def _attend_prefill(
     total = tl.zeros([QUERIES * GP], tl.float32)
     out = tl.zeros([QUERIES * GP, D], tl.float32)
     tiles = (start + count - 1) // T + 1
-    first_tile = tl.maximum(start - window + 1, 0) // T
+    first_tile = _first_tile(start, window, WINDOW, T)
     for tile in tl.range(first_tile, tiles, num_stages=STAGES):
         at = tile * T + token
         known = (at < start + count)[:, None]
@@ -472,7 +492,7 @@ def _attend_prefill(
         v = tl.load(values + here + whole[None, :], mask=known, other=0.0)
         x = tl.dot(a, tl.trans(k_a), input_precision="ieee")
         x = tl.dot(b, tl.trans(k_b), x, input_precision="ieee")
-        seen = (at[None, :] <= position[:, None]) & (at[None, :] > position[:, None] - window)
+        seen = _seen(at[None, :], position[:, None], window, WINDOW)
         tile_top, weights, tile_total = _tile_weights(x, seen, scale, softcap, SOFTCAP, dtype)
         tile_out = tl.dot(weights, v, input_precision="ieee")
         new_top = tl.maximum(top, tile_top)
@@ -509,6 +529,17 @@ def _activate(gate, up, ACTIVATION: tl.constexpr):
         up = tl.minimum(tl.maximum(up, -SWIGLU_LIMIT), SWIGLU_LIMIT) + 1
         gate = gate * tl.sigmoid(SWIGLU_ALPHA * gate)
     return gate * up
+
+
+@triton.jit
+def _sum_part(weights, inputs, valid, like, BK: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr):
+    summed = tl.zeros_like(like)
+    for _ in tl.range(0, STEPS, num_stages=STAGES):
+        x = tl.load(inputs, mask=valid[None, :], other=0.0)
+        summed = tl.dot(tl.load(weights), x, summed, input_precision="ieee")
+        weights += BK
+        inputs += BK
+    return summed
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -598,15 +629,16 @@ def _linear(
             if PDL and not EARLY:  # noqa: SIM102 (known when the kernel is compiled)
                 if i == max(STEPS - max(DISTANCE, 2), 0):
                     gdc_launch_dependents()
-    else:
+    elif SPLIT <= UNROLLED:
         for _ in tl.static_range(SPLIT):
-            summed = tl.zeros([BN, BM], tl.float32)
-            for _ in tl.range(0, STEPS, num_stages=STAGES):
-                x = tl.load(inputs, mask=valid[None, :], other=0.0)
-                summed = tl.dot(tl.load(weights), x, summed, input_precision="ieee")
-                weights += BK
-                inputs += BK
-            a += summed
+            a += _sum_part(weights, inputs, valid, a, BK, STEPS, STAGES)
+            weights += KS
+            inputs += KS
+    else:
+        for _ in tl.range(0, SPLIT):
+            a += _sum_part(weights, inputs, valid, a, BK, STEPS, STAGES)
+            weights += KS
+            inputs += KS
     if PARTS > 1:
         place = (pid * BN + tl.arange(0, BN))[:, None] * BM + tl.arange(0, BM)[None, :]
         tl.store(partial_ptr + place, a, mask=valid[None, :])

@@ -325,8 +325,9 @@ class StepProbe:
             lambda: self._decode([(self._prefill([last]), last)])[0],
             lambda: self._decode_with_prompt([], last // 2)[0],
         ):
-            if not float((compute() - expected).norm()) <= most * float(expected.norm()):
-                raise UnsupportedModel("the kernels' logits differ from the decoder's")
+            error = float((compute() - expected).norm() / expected.norm())
+            if not error <= most:
+                raise UnsupportedModel(f"the kernels' logits differ by {error:.2g} of their length from the decoder's")
 
     def depends_on_text_alone(self) -> bool:
         """Whether the bits are the same in one chunk and in several, with tokens decoded one by one, beside other
