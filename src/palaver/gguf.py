@@ -12,7 +12,7 @@ import struct
 import sys
 from array import array
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import cached_property
 from pathlib import Path
@@ -102,8 +102,9 @@ class Tensor:
     name: str
     shape: tuple[int, ...]
     type: TensorType
+    path: Path
     offset: int
-    """From the start of the tensor data."""
+    """Of its first byte in the file."""
 
     @property
     def nbytes(self) -> int:
@@ -227,7 +228,7 @@ def read_gguf(path: Path) -> GGUFHeader:
 def _read_file(path: Path) -> tuple[dict[str, Any], tuple[Tensor, ...]]:
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            reader = _HeaderReader(path.name, data)
+            reader = _HeaderReader(path, data)
             try:
                 return reader.read()
             finally:
@@ -241,8 +242,9 @@ def _read_file(path: Path) -> tuple[dict[str, Any], tuple[Tensor, ...]]:
 class _HeaderReader:
     """Reads one file from its start. Every length is compared with the rest of the file before it is used."""
 
-    def __init__(self, name: str, data: mmap.mmap) -> None:
-        self._name = name
+    def __init__(self, path: Path, data: mmap.mmap) -> None:
+        self._path = path
+        self._name = path.name
         self._data = memoryview(data)
         self._at = 0
 
@@ -343,9 +345,10 @@ class _HeaderReader:
         for tensor in tensors:
             if tensor.offset % alignment or start + tensor.offset + tensor.nbytes > len(self._data):
                 raise self._broken(f"the tensor {tensor.name!r} lies outside of the file")
-        return tensors
+        return tuple(replace(tensor, offset=start + tensor.offset) for tensor in tensors)
 
     def _tensor(self) -> Tensor:
+        """Its offset is that in the data of all tensors."""
         name = self._text(MAX_NAME)
         dimensions = self._unsigned(4)
         if not 1 <= dimensions <= MAX_DIMENSIONS:
@@ -357,4 +360,4 @@ class _HeaderReader:
         found = TENSOR_TYPES[kind]
         if any(size == 0 for size in shape) or shape[0] % found.block:
             raise self._broken(f"the shape of the tensor {name!r} doesn't fit its type {found.name}")
-        return Tensor(name, shape, found, offset)
+        return Tensor(name, shape, found, self._path, offset)

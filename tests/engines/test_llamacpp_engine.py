@@ -16,6 +16,7 @@ import pytest
 pytest.importorskip("xllamacpp", reason="NOTHING IS SHOWN HERE: xllamacpp is not installed")
 
 from palaver.engines.base import BY_BATCH, BY_CACHE, BY_TEXT, Fingerprint
+from palaver.engines.core import gguf_metadata
 from palaver.engines.core.options import EngineOptions
 from palaver.engines.core.runner import ThreadCounts
 from palaver.engines.llamacpp import engine as engine_module
@@ -368,28 +369,28 @@ def test_states_that_were_not_used_for_long_make_room(tmp_path: Path) -> None:
 
 def test_the_file_says_how_it_is_run(sprout: Path) -> None:
     header = read_gguf(sprout)
-    assert metadata.context_length(header) == 8192
-    assert metadata.end_ids(header) == {0, END}
-    assert metadata.weights_type(header) == "F32"
+    assert gguf_metadata.context_length(header) == 8192
+    assert gguf_metadata.end_ids(header) == {0, END}
+    assert gguf_metadata.weights_type(header) == "F32"
     assert metadata.token_bytes(header, float32=True) == 2 * 8 * 4 * 32 * 4
-    defaults = metadata.sampling_defaults(header)
+    defaults = gguf_metadata.sampling_defaults(header)
     assert (defaults.temperature, defaults.top_k, defaults.top_p) == (0.6, 20, 0.95)
 
 
 def test_files_without_defaults_have_those_of_llama_cpp(tmp_path: Path) -> None:
     header = read_gguf(write_gguf(tmp_path / "d.gguf", {"general.architecture": "qwen3"}))
-    assert metadata.sampling_defaults(header) == Sampling(temperature=0.8, top_k=40, top_p=0.95, min_p=0.05)
+    assert gguf_metadata.sampling_defaults(header) == Sampling(temperature=0.8, top_k=40, top_p=0.95, min_p=0.05)
     wrong = {"general.sampling.temp": -3.0, "general.sampling.top_k": 7}
     header = read_gguf(write_gguf(tmp_path / "w.gguf", wrong))
-    assert metadata.sampling_defaults(header) == Sampling(top_k=7)
+    assert gguf_metadata.sampling_defaults(header) == Sampling(top_k=7)
 
 
 def test_channels_end_turns_otherwise(tmp_path: Path) -> None:
     pieces, kinds = ["a", "<|end|>", "<|return|>", "<|channel|>"], [NORMAL, CONTROL, CONTROL, CONTROL]
     file = {"tokenizer.ggml.tokens": pieces, "tokenizer.ggml.token_type": kinds}
-    assert metadata.end_ids(read_gguf(write_gguf(tmp_path / "c.gguf", file))) == {2}
+    assert gguf_metadata.end_ids(read_gguf(write_gguf(tmp_path / "c.gguf", file))) == {2}
     file = {"tokenizer.ggml.tokens": pieces[:3], "tokenizer.ggml.token_type": kinds[:3]}
-    assert metadata.end_ids(read_gguf(write_gguf(tmp_path / "d.gguf", file))) == {1, 2}
+    assert gguf_metadata.end_ids(read_gguf(write_gguf(tmp_path / "d.gguf", file))) == {1, 2}
 
 
 async def test_the_engine_describes_itself(opens: Opens) -> None:

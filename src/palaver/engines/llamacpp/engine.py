@@ -19,6 +19,7 @@ from palaver.engines.base import (
     EngineInfo,
     Fingerprint,
 )
+from palaver.engines.core import gguf_metadata
 from palaver.engines.core.engine import LocalEngine
 from palaver.engines.core.generation import CancelCommand, Command
 from palaver.engines.core.media import ProcessedMedia
@@ -106,10 +107,10 @@ def load(
         model=header.name,
         context_length=plan.context_length,
         vocabulary_size=model.vocabulary_size,
-        end_ids=metadata.end_ids(header),
-        defaults=metadata.sampling_defaults(header),
+        end_ids=gguf_metadata.end_ids(header),
+        defaults=gguf_metadata.sampling_defaults(header),
         device="cpu" if gpu_layers == 0 else _gpu_name(library) or "cpu",
-        dtype=metadata.weights_type(header),
+        dtype=gguf_metadata.weights_type(header),
         reuse="to the token" if truncates else "snapshots",
         steps=f"{LLAMACPP_RUNNER} b{library.build}, flash attention {_FLASH_LABELS[settings.flash_attention]}",
         exactness=exactness,
@@ -219,7 +220,7 @@ class CachePlan:
     def make(cls, header: GGUFHeader, options: EngineOptions) -> CachePlan:
         limit = host_cache_bytes(options)
         size = metadata.token_bytes(header, float32=options.exact)
-        context = min(metadata.context_length(header), options.context or metadata.context_length(header))
+        context = min(gguf_metadata.context_length(header), options.context or gguf_metadata.context_length(header))
         tokens = context + (ROWS if options.exact else 0)
         slots, room = options.max_running or DEFAULT_RUNNING, int(limit * SLOT_SHARE) // size
         if slots * tokens <= room:
@@ -244,7 +245,7 @@ class CachePlan:
         not depend on others otherwise. Over shared cells it is quicker, because it skips those of other sequences.
         `media`: whether tokens of media may have to be computed in one pass."""
         own_cells, rounded = on_cpu and not self.unified, metadata.is_rounded_by_batch(header)
-        small_half = header.weights_bytes <= SMALL_MODEL and metadata.weights_type(header) in metadata.HALF_FLOATS
+        small_half = header.weights_bytes <= SMALL_MODEL and gguf_metadata.weights_type(header) in metadata.HALF_FLOATS
         separate = own_cells and small_half and not options.exact
         threads = ThreadCounts.choose(options.threads, header.weights_bytes <= SMALL_MODEL)
         return ContextSettings(
@@ -288,7 +289,7 @@ def _choose_passes(
     if not on_cpu or not truncates or shared or metadata.is_rounded_by_batch(header):
         pads = on_cpu and truncates and not shared
         return SharedPasses(context, MAX_REPLAYED if on_cpu else 0, pads), BY_BATCH
-    steady = SteadyPasses(context, pairs=metadata.weights_type(header) == "F32")
+    steady = SteadyPasses(context, pairs=gguf_metadata.weights_type(header) == "F32")
     return steady, probe_company(context, steady)
 
 

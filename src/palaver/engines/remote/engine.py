@@ -20,9 +20,9 @@ from palaver.engines.base import (
 )
 from palaver.engines.core.checkpoint import has_processor, read_json
 from palaver.engines.core.decoder_config import generation_settings
+from palaver.engines.core.gguf_metadata import end_ids as gguf_end_ids
+from palaver.engines.core.gguf_metadata import sampling_defaults
 from palaver.engines.core.token_stream import TokenRequest, TokenStreamEngine
-from palaver.engines.llamacpp.metadata import end_ids as gguf_end_ids
-from palaver.engines.llamacpp.metadata import sampling_defaults
 from palaver.engines.remote.servers import LlamaServer, ServerFacts, TokenServer, VllmServer
 from palaver.engines.vllm.sampling_params import check_native, native_lacks
 from palaver.errors import BrokenModel
