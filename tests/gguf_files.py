@@ -1,26 +1,33 @@
-"""Writes GGUF files: any metadata and tensors, and Qwen3 checkpoints such as the embedded model."""
+"""Writes GGUF files: any metadata and tensors, and checkpoints of plain decoders such as the embedded model."""
 
 from __future__ import annotations
 
 import json
+import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from tests.gguf_quants import BLOCKS, quantise
+
 ALIGNMENT = 32
 Array = np.ndarray[Any, np.dtype[Any]]
 CONTROL, USER_DEFINED, NORMAL, UNUSED, BYTE = 3, 4, 1, 5, 6
-FILE_TYPES = {"f32": 0, "f16": 1, "bf16": 32, "q4_0": 2, "q8_0": 7}
-_TENSOR_TYPES = {"f32": 0, "f16": 1, "bf16": 30, "q4_0": 2, "q8_0": 8}
+FILE_TYPES = {"f32": 0, "f16": 1, "bf16": 32, "q4_0": 2, "q4_1": 3, "q8_0": 7, "q5_0": 8, "q5_1": 9}
+FILE_TYPES |= {"q4_k": 15, "q5_k": 17, "q6_k": 18}
+_TENSOR_TYPES = {"f32": 0, "f16": 1, "bf16": 30, "q4_0": 2, "q4_1": 3, "q5_0": 6, "q5_1": 7, "q8_0": 8}
+_TENSOR_TYPES |= {"q4_k": 12, "q5_k": 13, "q6_k": 14}
+Kinds = str | Callable[[str], str]
+"""The type of all matrices, or of the matrix of a name."""
 
 
 def write_gguf(
     path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, tuple[str, Array]] | None = None, version: int = 3
 ) -> Path:
-    """`tensors`: the type ("f32", "f16", "bf16", "q8_0", "q4_0") and the float values of each."""
+    """`tensors`: the type, such as "f32" or "q4_k", and the float values of each."""
     tensors = tensors or {}
     encoded = {name: _encode_tensor(kind, values) for name, (kind, values) in tensors.items()}
     head = [b"GGUF", struct.pack("<IQQ", version, len(tensors), len(metadata))]
@@ -72,19 +79,8 @@ def _value(value: Any) -> bytes:
 
 
 def _encode_tensor(kind: str, values: Array) -> bytes:
-    if kind == "q8_0":
-        blocks = values.astype(np.float32).reshape(-1, 32)
-        scales = np.abs(blocks).max(1, keepdims=True) / 127
-        inverse = np.divide(1, scales, out=np.zeros_like(scales), where=scales > 0)
-        rounded = np.round(blocks * inverse).astype(np.int8)
-        return np.concatenate((scales.astype(np.float16).view(np.int8), rounded), axis=1).tobytes()
-    if kind == "q4_0":
-        blocks = values.astype(np.float32).reshape(-1, 32)
-        scales = np.take_along_axis(blocks, np.abs(blocks).argmax(1)[:, None], 1) / -8
-        inverse = np.divide(1, scales, out=np.zeros_like(scales), where=scales != 0)
-        nibbles = np.clip(np.floor(blocks * inverse + 8.5), 0, 15).astype(np.uint8)
-        packed = nibbles[:, :16] | nibbles[:, 16:] << 4
-        return np.concatenate((scales.astype(np.float16).view(np.uint8), packed), axis=1).tobytes()
+    if kind in BLOCKS:
+        return quantise(kind, values).tobytes()
     if kind == "bf16":
         return (np.ascontiguousarray(values, np.float32).view(np.uint32) + 0x8000 >> 16).astype(np.uint16).tobytes()
     return np.ascontiguousarray(values, np.float16 if kind == "f16" else np.float32).tobytes()
@@ -117,27 +113,15 @@ def convert_qwen3(folder: Path, path: Path, kind: str = "f32", extra: Mapping[st
 
 
 def qwen3_metadata(folder: Path, kind: str = "f32") -> dict[str, Any]:
-    config = json.loads((folder / "config.json").read_text())
+    """With the tokenizer, the template and the defaults of its folder."""
+    config = _read(folder / "config.json")
     template = folder / "chat_template.jinja"
-    rope = config.get("rope_parameters") or {}
     ends = _read(folder / "generation_config.json").get("eos_token_id", config.get("eos_token_id"))
     ends = ends if isinstance(ends, list) else [ends]
     defaults = _read(folder / "generation_config.json")
     named = {"temperature": "temp", "top_k": "top_k", "top_p": "top_p"}
     return {
-        "general.architecture": "qwen3",
-        "general.name": folder.name,
-        "general.file_type": FILE_TYPES[kind],
-        "qwen3.block_count": config["num_hidden_layers"],
-        "qwen3.context_length": config["max_position_embeddings"],
-        "qwen3.embedding_length": config["hidden_size"],
-        "qwen3.feed_forward_length": config["intermediate_size"],
-        "qwen3.attention.head_count": config["num_attention_heads"],
-        "qwen3.attention.head_count_kv": config["num_key_value_heads"],
-        "qwen3.attention.key_length": config["head_dim"],
-        "qwen3.attention.value_length": config["head_dim"],
-        "qwen3.attention.layer_norm_rms_epsilon": float(config["rms_norm_eps"]),
-        "qwen3.rope.freq_base": float(rope.get("rope_theta") or config["rope_theta"]),
+        **decoder_metadata(folder, kind),
         **tokenizer_metadata((folder / "tokenizer.json").read_text(), size=config["vocab_size"]),
         "tokenizer.ggml.eos_token_id": ends[0],
         "tokenizer.ggml.add_bos_token": False,
@@ -147,17 +131,84 @@ def qwen3_metadata(folder: Path, kind: str = "f32") -> dict[str, Any]:
     }
 
 
-def qwen3_tensors(folder: Path, kind: str = "f32") -> dict[str, tuple[str, Array]]:
-    """The weights by llama.cpp's names. Vectors stay in f32."""
+def qwen3_tensors(folder: Path, kind: Kinds = "f32") -> dict[str, tuple[str, Array]]:
+    return decoder_tensors(folder, kind)
+
+
+def architecture(config: Mapping[str, Any]) -> str:
+    """llama.cpp's name."""
+    return {"mistral": "llama"}.get(config["model_type"], config["model_type"])
+
+
+def decoder_metadata(folder: Path, kind: str = "f32") -> dict[str, Any]:
+    """Without a tokenizer."""
+    config = _read(folder / "config.json")
+    rope = config.get("rope_parameters") or {}
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    settings = {
+        "block_count": config["num_hidden_layers"],
+        "context_length": config["max_position_embeddings"],
+        "embedding_length": config["hidden_size"],
+        "feed_forward_length": config["intermediate_size"],
+        "attention.head_count": config["num_attention_heads"],
+        "attention.head_count_kv": config["num_key_value_heads"],
+        "attention.key_length": head_dim,
+        "attention.value_length": head_dim,
+        "attention.layer_norm_rms_epsilon": float(config["rms_norm_eps"]),
+        "rope.freq_base": float(rope.get("rope_theta") or config["rope_theta"]),
+        **_rope_settings(rope),
+    }
+    name = architecture(config)
+    general = {"architecture": name, "name": folder.name, "file_type": FILE_TYPES[kind]}
+    return _prefixed("general", general) | _prefixed(name, settings)
+
+
+def _prefixed(prefix: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {f"{prefix}.{name}": value for name, value in settings.items()}
+
+
+def _rope_settings(rope: Mapping[str, Any]) -> dict[str, Any]:
+    match rope.get("rope_type"):
+        case "linear":
+            return _prefixed("rope.scaling", {"type": "linear", "factor": float(rope["factor"])})
+        case "yarn":
+            length = rope["original_max_position_embeddings"]
+            scaling = {"type": "yarn", "factor": float(rope["factor"]), "original_context_length": length}
+            return _prefixed("rope.scaling", scaling)
+        case _:
+            return {}
+
+
+def rope_factors(rope: Mapping[str, Any], head_dim: int) -> Array:
+    """What llama.cpp divides the frequencies of Llama 3 by."""
+    factors = []
+    for pair in range(head_dim // 2):
+        wave = 2 * math.pi * rope["rope_theta"] ** (2 * pair / head_dim)
+        turns = rope["original_max_position_embeddings"] / wave
+        low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+        smooth = min(1.0, max(0.0, (turns - low) / (high - low)))
+        factors.append(1 / ((1 - smooth) / rope["factor"] + smooth))
+    return np.array(factors, np.float32)
+
+
+def decoder_tensors(folder: Path, kind: Kinds = "f32") -> dict[str, tuple[str, Array]]:
+    """The weights by llama.cpp's names, the queries and keys of Llama in its order. Vectors stay in f32."""
     from safetensors.torch import load_file
 
-    weights = load_file(folder / "model.safetensors")
-    out = {}
-    for name, tensor in weights.items():
-        values = tensor.float().numpy()
-        out[_tensor_name(name)] = ("f32" if values.ndim == 1 else kind, values)
-    if json.loads((folder / "config.json").read_text()).get("tie_word_embeddings"):
+    config, out = _read(folder / "config.json"), {}
+    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        values, ours = tensor.float().numpy(), _tensor_name(name)
+        module = ours.split(".")[-2]
+        if architecture(config) == "llama" and module in heads:
+            halves = values.reshape(heads[module], 2, -1, *values.shape[1:])
+            values = halves.swapaxes(1, 2).reshape(values.shape)
+        out[ours] = ("f32" if values.ndim == 1 else kind if isinstance(kind, str) else kind(ours), values)
+    if config.get("tie_word_embeddings"):
         out.pop("output.weight", None)
+    rope = config.get("rope_parameters") or {}
+    if rope.get("rope_type") == "llama3":
+        out["rope_freqs.weight"] = ("f32", rope_factors(rope, config["head_dim"]))
     return out
 
 
@@ -218,11 +269,11 @@ _OUTER_NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm",
 
 
 def _tensor_name(name: str) -> str:
-    name = name.removesuffix(".weight")
+    name, _, part = name.rpartition(".")
     if name in _OUTER_NAMES:
-        return f"{_OUTER_NAMES[name]}.weight"
+        return f"{_OUTER_NAMES[name]}.{part}"
     _, _, layer, rest = name.split(".", 3)
-    return f"blk.{layer}.{_LAYER_NAMES[rest]}.weight"
+    return f"blk.{layer}.{_LAYER_NAMES[rest]}.{part}"
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Builds step.c into a shared library in the user's cache, once for each machine and compiler."""
+"""Builds step.c and its headers into a shared library in the user's cache, once for each machine and compiler."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from threading import Thread
 from palaver.errors import CantCompile
 
 SOURCE = Path(__file__).with_name("step.c")
+HEADERS = (Path(__file__).with_name("panels.h"), Path(__file__).with_name("vectors.h"))
 BUILD_SECONDS = 120
 CHECK_SECONDS = 60
 BASE_FLAGS = ("-O3", "-std=gnu11", "-ffp-contract=fast", "-shared", "-fPIC")
@@ -126,8 +127,13 @@ def _find_compiler() -> tuple[str, ...]:
 
 
 def _source_key() -> str:
-    """A hash of the source, the flags and the processor."""
-    parts = (SOURCE.read_text("utf-8"), platform.machine(), _processor_features(), repr((BASE_FLAGS, FLAG_SETS)))
+    """A hash of the sources, the flags and the processor."""
+    parts = (
+        *(path.read_text("utf-8") for path in (SOURCE, *HEADERS)),
+        platform.machine(),
+        _processor_features(),
+        repr((BASE_FLAGS, FLAG_SETS)),
+    )
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from ctypes import POINTER, Structure, c_float, c_int64, c_void_p
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -15,13 +16,13 @@ from numpy.typing import NDArray
 
 from palaver.engines.compiled.build import Library
 from palaver.engines.compiled.weights import (
+    FLOAT_ARRAYS,
+    QUANTISED,
     DecoderWeights,
     LayerWeights,
     NormWeights,
     Projection,
     Weight,
-    WeightType,
-    concatenate,
 )
 from palaver.engines.core.decoder_config import Frequencies
 from palaver.engines.core.kv_cache import HostArray, HostMemory, KVLayout, Slot, SlotPool, aligned_zeros
@@ -37,7 +38,11 @@ MAX_ROWS = 128
 TABLE_VERSION = 2
 """Part of fingerprints: raise it where the numbers of `RotaryTable` may change."""
 MIN_POSITIONS = 1024
-_DTYPES: dict[WeightType, int] = {"float32": 0, "bfloat16": 1, "float16": 2}
+_DTYPES = {name: number for number, name in enumerate((*FLOAT_ARRAYS, *QUANTISED))}
+"""The numbers of the types of weights, as in panels.h."""
+QKV_PARTS = 3
+PACKED_OUTPUTS = 16 * PANEL
+"""Outputs of a matrix that one call packs."""
 
 
 class RotaryTable:
@@ -80,14 +85,15 @@ class _Norm(Structure):
 class _Layer(Structure):
     _fields_ = (
         *((name, _Norm) for name in ("input_norm", "post_attention_norm", "qk_norm")),
-        *((name, _Matrix) for name in ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")),
+        ("qkv_proj", _Matrix * QKV_PARTS),
+        *((name, _Matrix) for name in ("o_proj", "gate_proj", "up_proj", "down_proj")),
     )
 
 
 class _Model(Structure):
     _fields_ = (
         ("layers", POINTER(_Layer)),
-        ("embedding", c_void_p),
+        ("embedding", _Matrix),
         ("norm", _Norm),
         ("lm_head", _Matrix),
         *((name, c_int64) for name in ("num_layers", "hidden_size", "num_heads")),
@@ -188,21 +194,21 @@ class CompiledDecoder:
     def __init__(
         self, weights: DecoderWeights, sizes: DecoderSizes, rotary: RotaryTable, library: Library, max_threads: int
     ) -> None:
-        sizes.check(weights.embedding.shape[1])
+        self._vocabulary_size, self._hidden_size = weights.lm_head.weight.shape
+        sizes.check(self._hidden_size)
         self.rotary = rotary
         self._sizes = sizes
-        self._vocabulary_size = len(weights.lm_head.weight.array)
         self._references: list[Any] = []
         """The memory that the compiled code points to."""
         functions = library.functions
-        self._has_float16 = bool(functions.palaver_has_float16())
         functions.palaver_new.restype = c_void_p
         functions.palaver_free.argtypes = (c_void_p,)
         self._step = functions.palaver_step
         self._step.restype = None
         self._step.argtypes = (c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int64)
         self._free = functions.palaver_free
-        model = self._model(weights, max_threads)
+        with ThreadPoolExecutor(max_threads) as pool:
+            model = self._model(weights, max_threads, WeightPacker(functions, pool))
         self._decoder = functions.palaver_new(ctypes.byref(model))
         if not self._decoder:
             raise MemoryError("no memory for a compiled step")
@@ -223,51 +229,53 @@ class CompiledDecoder:
             done += int(part[:, 5].sum()) if len(part) < len(array) else 0
         return logits
 
-    def _model(self, weights: DecoderWeights, max_threads: int) -> _Model:
+    def _model(self, weights: DecoderWeights, max_threads: int, packer: WeightPacker) -> _Model:
         sizes = self._sizes
-        layers = [self._layer(layer) for layer in weights.layers]
+        layers = [self._layer(layer, packer) for layer in weights.layers]
         shape = (sizes.num_kv_heads, sizes.head_dim)
         self.layout = KVLayout(((shape, shape),) * len(layers), HostMemory())
         array = (_Layer * len(layers))(*layers)
         self._references.append(array)
+        lm_head = self._matrix(weights.lm_head, packer)
+        tied = weights.embedding is weights.lm_head.weight
         return _Model(
             layers=array,
-            embedding=self._pointer(weights.embedding),
+            embedding=lm_head if tied else self._matrix(Projection(weights.embedding), packer),
             norm=self._norm(weights.norm),
-            lm_head=self._matrix(weights.lm_head),
+            lm_head=lm_head,
             num_layers=len(layers),
-            hidden_size=weights.embedding.shape[1],
+            hidden_size=self._hidden_size,
             num_heads=sizes.num_heads,
             num_kv_heads=sizes.num_kv_heads,
             head_dim=sizes.head_dim,
-            intermediate_size=_round_up(sizes.intermediate_size, PANEL // 2),
+            intermediate_size=sizes.intermediate_size,
             scale=sizes.scale,
             max_rows=MAX_ROWS,
             max_threads=max_threads,
         )
 
-    def _layer(self, layer: LayerWeights) -> _Layer:
-        inputs = _round_up(self._sizes.intermediate_size, PANEL // 2)
+    def _layer(self, layer: LayerWeights, packer: WeightPacker) -> _Layer:
         return _Layer(
             input_norm=self._norm(layer.input_norm),
             post_attention_norm=self._norm(layer.post_attention_norm),
             qk_norm=_Norm() if layer.qk_norm is None else self._norm(layer.qk_norm),
-            qkv_proj=self._matrix(layer.qkv),
-            o_proj=self._matrix(layer.output),
-            gate_up_proj=self._matrix(_interleave_gates(layer.gate, layer.up)),
-            down_proj=self._matrix(Projection(_pad(layer.down.weight, 1, inputs), layer.down.bias)),
+            qkv_proj=(_Matrix * QKV_PARTS)(*(self._matrix(part, packer) for part in layer.qkv)),
+            o_proj=self._matrix(layer.output, packer),
+            gate_proj=self._matrix(layer.gate, packer),
+            up_proj=self._matrix(layer.up, packer),
+            down_proj=self._matrix(layer.down, packer),
         )
 
     def _norm(self, norm: NormWeights) -> _Norm:
         return _Norm(self._pointer(norm.weight), norm.epsilon)
 
-    def _matrix(self, projection: Projection) -> _Matrix:
+    def _matrix(self, projection: Projection, packer: WeightPacker) -> _Matrix:
         """In panels, in the narrowest type that holds the weights without loss."""
-        outputs, inputs = projection.weight.array.shape
-        weight = projection.weight.narrowed(self._has_float16)
-        panels = _panels(weight)
-        bias = None if projection.bias is None else self._pointer(projection.bias)
-        return _Matrix(self._pointer(panels), bias, inputs, outputs, _DTYPES[weight.dtype])
+        weight, bias = projection.weight.narrowed(), None
+        outputs, inputs = weight.shape
+        if projection.bias is not None:  # as long as whole panels
+            bias = self._pointer(np.pad(projection.bias, (0, -outputs % PANEL)))
+        return _Matrix(self._pointer(packer.pack(weight)), bias, inputs, outputs, _DTYPES[weight.dtype])
 
     def _pointer(self, array: NDArray[Any]) -> int:
         array = np.ascontiguousarray(array)
@@ -275,44 +283,32 @@ class CompiledDecoder:
         return array.ctypes.data
 
 
-def _panels(weight: Weight) -> NDArray[Any]:
-    """[panels, inputs, PANEL]. Each two vectors of bfloat16 are interleaved: a shift and a mask then widen them."""
-    array = _pad(weight, 0, _round_up(len(weight.array), PANEL)).array
-    inputs = array.shape[1]
-    panels = aligned_zeros((len(array) // PANEL, inputs, PANEL), array.dtype)
-    if weight.dtype == "bfloat16":
-        vectors = array.reshape(-1, PANEL // (2 * LANES), 2, LANES, inputs)
-        pairs = vectors[:, :, 0] | vectors[:, :, 1].astype(np.uint32) << np.uint32(16)
-        panels.view(np.uint32).reshape(-1, inputs, PANEL // (2 * LANES), LANES)[...] = pairs.transpose(0, 3, 1, 2)
-    else:
-        panels[...] = array.reshape(-1, PANEL, inputs).transpose(0, 2, 1)
-    return panels
+class WeightPacker:
+    """Packs matrices into panels, several parts of a matrix at once."""
 
+    def __init__(self, functions: ctypes.CDLL, pool: ThreadPoolExecutor) -> None:
+        self._pool = pool
+        self._pack = functions.palaver_pack
+        self._pack.restype = None
+        self._pack.argtypes = (c_int64, c_void_p, c_int64, c_int64, c_void_p)
+        self._packed_bytes = functions.palaver_packed_bytes
+        self._packed_bytes.restype = c_int64
+        self._packed_bytes.argtypes = (c_int64, c_int64, c_int64)
 
-def _interleave_gates(gate: Projection, up: Projection) -> Projection:
-    """In each panel, first half a panel of gates, then the half panel of up-projections that they scale."""
-    size, half = len(gate.weight.array), PANEL // 2
-    padded = _round_up(size, half)
-    both = concatenate([Projection(_pad(part.weight, 0, padded)) for part in (gate, up)]).weight
-    array = both.array.reshape(2, padded // half, half, -1).swapaxes(0, 1).reshape(2 * padded, -1)
-    if gate.bias is None or up.bias is None:
-        return Projection(Weight(array, both.dtype))
-    bias = np.stack([np.pad(part, (0, padded - size)) for part in (gate.bias, up.bias)])
-    return Projection(Weight(array, both.dtype), bias.reshape(2, -1, half).swapaxes(0, 1).reshape(-1))
+    def pack(self, weight: Weight) -> NDArray[np.uint8]:
+        dtype, (outputs, inputs) = _DTYPES[weight.dtype], weight.shape
+        rows = np.ascontiguousarray(weight.array)
+        packed = aligned_zeros((self._packed_bytes(dtype, outputs, inputs),), np.uint8)
+        panel_bytes = self._packed_bytes(dtype, PANEL, inputs)
 
+        def pack(start: int) -> None:
+            target = packed.ctypes.data + start // PANEL * panel_bytes
+            source = rows.ctypes.data + start * rows.strides[0]
+            self._pack(dtype, source, min(PACKED_OUTPUTS, outputs - start), inputs, target)
 
-def _pad(weight: Weight, axis: int, size: int) -> Weight:
-    """Padded with zeros to this size."""
-    missing = size - weight.array.shape[axis]
-    if not missing:
-        return weight
-    widths = [(0, 0), (0, 0)]
-    widths[axis] = (0, missing)
-    return Weight(np.pad(weight.array, widths), weight.dtype)
-
-
-def _round_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
+        for _ in self._pool.map(pack, range(0, outputs, PACKED_OUTPUTS)):
+            pass
+        return packed
 
 
 class CompiledRunner(SlotRunner[HostArray]):

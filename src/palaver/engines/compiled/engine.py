@@ -9,10 +9,12 @@ from pathlib import Path
 from palaver.engines.base import BY_TEXT, COMPILED, COMPILED_RUNNER, EXACTNESS_LABELS, Fingerprint
 from palaver.engines.compiled.build import Library, start_build
 from palaver.engines.compiled.decoder import TABLE_VERSION, CompiledDecoder, CompiledRunner, DecoderSizes, RotaryTable
-from palaver.engines.compiled.weights import read_weights
+from palaver.engines.compiled.weights import QUANTISED, read_weights
 from palaver.engines.core.checkpoint import Checkpoint, open_checkpoint
 from palaver.engines.core.decoder_config import DecoderConfig, decoder_info, read_decoder_config
 from palaver.engines.core.engine import LocalEngine
+from palaver.engines.core.gguf_checkpoint import open_gguf_checkpoint
+from palaver.engines.core.gguf_metadata import weights_type
 from palaver.engines.core.options import EngineOptions, Fit, host_cache_bytes
 from palaver.engines.core.runner import SMALL_MODEL, ThreadCounts
 from palaver.engines.core.sampler import SAMPLER_VERSION
@@ -30,18 +32,17 @@ def load(
     options: EngineOptions | None = None,
     on_failure: Callable[[BaseException], None] | None = None,
 ) -> LocalEngine:
-    """Loads a model from a folder and starts its thread.
+    """Loads a model from a folder or a GGUF file and starts its thread.
 
     Raises UnsupportedModel unless its configuration is that of a plain decoder, CantCompile where there is no compiled
     code, and a ModelError where its files can't be loaded.
     """
     options = options or EngineOptions()
-    checkpoint = open_checkpoint(model)
-    config = read_decoder_config(checkpoint)
-    info = replace(decoder_info(checkpoint, config, options.context, DEVICE, DTYPE), steps=COMPILED, exactness=BY_TEXT)
-    _sizes(config).check(config.hidden_size)
+    checkpoint, config = open_decoder(model)
+    dtype = DTYPE if checkpoint.header is None else weights_type(checkpoint.header)
+    info = replace(decoder_info(checkpoint, config, options.context, DEVICE, dtype), steps=COMPILED, exactness=BY_TEXT)
     building = start_build()
-    compiled_fit(checkpoint, config).check(checkpoint.name)
+    compiled_fit(checkpoint).check(checkpoint.name)
     small = 4 * sum(tensor.elements for tensor in checkpoint.tensors.values()) <= SMALL_MODEL
     threads = ThreadCounts.choose(options.threads, small)
     library = building.result()
@@ -49,8 +50,17 @@ def load(
     if not small:
         give_back_unused()
     runner = CompiledRunner(decoder, host_cache_bytes(options), info.context_length, threads, options.speculate)
-    info = replace(info, reuse=runner.reuse, fingerprint=str(compiled_fingerprint(library)))
+    info = replace(info, reuse=runner.reuse, fingerprint=str(compiled_fingerprint(library, dtype)))
     return LocalEngine(info, vocabulary, runner, _limits(options, small), on_failure=on_failure)
+
+
+def open_decoder(model: str | Path) -> tuple[Checkpoint, DecoderConfig]:
+    """Reads the headers of a model's folder or GGUF file. Raises UnsupportedModel and ModelError."""
+    path = Path(model).expanduser()
+    checkpoint = open_gguf_checkpoint(path) if path.is_file() else open_checkpoint(model)
+    config = read_decoder_config(checkpoint, QUANTISED)
+    _sizes(config).check(config.hidden_size)
+    return checkpoint, config
 
 
 def load_decoder(checkpoint: Checkpoint, config: DecoderConfig, library: Library, max_threads: int) -> CompiledDecoder:
@@ -64,20 +74,18 @@ def _sizes(config: DecoderConfig) -> DecoderSizes:
 
 def describe_fit(model: str | Path) -> str:
     """One sentence on whether the model would fit. Raises as `load` does, but builds and loads nothing."""
-    checkpoint = open_checkpoint(model)
-    return str(compiled_fit(checkpoint, read_decoder_config(checkpoint)))
+    checkpoint, _ = open_decoder(model)
+    return str(compiled_fit(checkpoint))
 
 
-def compiled_fingerprint(library: Library) -> Fingerprint:
+def compiled_fingerprint(library: Library, dtype: str = DTYPE) -> Fingerprint:
     build = f"{library.build}-rope-{TABLE_VERSION}"
-    return Fingerprint(COMPILED_RUNNER, build, DEVICE, DTYPE, EXACTNESS_LABELS[BY_TEXT], f"sampler-{SAMPLER_VERSION}")
+    return Fingerprint(COMPILED_RUNNER, build, DEVICE, dtype, EXACTNESS_LABELS[BY_TEXT], f"sampler-{SAMPLER_VERSION}")
 
 
-def compiled_fit(checkpoint: Checkpoint, config: DecoderConfig) -> Fit:
-    """Weights stay as they are stored; the embedding is float32."""
-    stored = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
-    embedding = 4 * config.vocabulary_size * config.hidden_size
-    return Fit.of(stored + embedding, available_bytes(), DEVICE)
+def compiled_fit(checkpoint: Checkpoint) -> Fit:
+    """Weights take as much memory as in the files."""
+    return Fit.of(sum(tensor.nbytes for tensor in checkpoint.tensors.values()), available_bytes(), DEVICE)
 
 
 def _limits(options: EngineOptions, small: bool) -> SchedulerLimits:

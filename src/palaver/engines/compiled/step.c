@@ -2,54 +2,17 @@
 
    A row is a new token of a sequence. Its bits depend on the tokens before it in its sequence and on nothing else: not
    on the other rows, the chunk size or the number of threads, because the order of every sum is fixed. Weights are
-   stored in panels of 64 outputs, [panel][input][64], in the narrowest type that holds them without loss; all
-   arithmetic is done in float. Two vectors of bfloat16 are interleaved: the first in the lower halves of 32-bit words,
-   the second in the upper ones, so that a shift and a mask widen them. */
+   stored in panels (panels.h), in the narrowest type that holds them without loss; all arithmetic is done in float. */
 
-#include <math.h>
-#include <stdint.h>
 #include <stdlib.h>
-#if defined(__F16C__) || defined(__AVX512F__)
-#include <immintrin.h>
-#endif
 #ifdef _OPENMP
 #include <omp.h>
 #endif
 
-#define LANES 16 /* numbers in a SIMD vector */
-#define WIDE 4   /* vectors side by side in a panel */
-#define PANEL (LANES * WIDE)
-#define DEEP 256 /* inputs multiplied before the next rows: their weights stay in the cache */
+#include "panels.h"
+
 #define QUERIES 8 /* queries of one KV head that are attended for at once */
 #define KEYS 128 /* keys scored before their values are added */
-#define ALIGNMENT 64
-#define AHEAD 2048 /* bytes of weights fetched ahead; the processor itself stops at the end of a page */
-
-#ifdef __AVX512F__
-#define SUMS 16 /* vectors of sums that fit into registers */
-#define ROWS 4  /* rows multiplied at once: with all vectors of a panel, whose weights are widened once */
-#define EACH_ROW_COUNT(CASE) CASE(1) CASE(2) CASE(3) CASE(4)
-#else
-#define SUMS 6
-#define ROWS 8
-#define EACH_ROW_COUNT(CASE) CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8)
-#endif
-
-#define ALWAYS static inline __attribute__((always_inline))
-
-typedef float vec __attribute__((vector_size(64)));
-typedef float loose __attribute__((vector_size(64), aligned(4), may_alias)); /* anywhere in memory */
-typedef int32_t ints __attribute__((vector_size(64)));
-typedef uint32_t words __attribute__((vector_size(64), aligned(4), may_alias));
-
-enum dtype { FLOAT32, BFLOAT16, FLOAT16 };
-
-typedef struct {
-    const void *weights;
-    const float *bias; /* or NULL */
-    int64_t inputs, outputs;
-    int64_t dtype; /* of the weights */
-} matrix;
 
 typedef struct {
     const float *weight;
@@ -58,12 +21,12 @@ typedef struct {
 
 typedef struct {
     norm input_norm, post_attention_norm, qk_norm; /* qk_norm: a row of weights for each head, or NULL */
-    matrix qkv_proj, o_proj, gate_up_proj, down_proj;
+    matrix qkv_proj[3], o_proj, gate_proj, up_proj, down_proj; /* qkv_proj: some may be empty */
 } layer;
 
 typedef struct {
     const layer *layers;
-    const float *embedding;
+    matrix embedding; /* an output for each token */
     norm norm;
     matrix lm_head;
     int64_t num_layers, hidden_size, num_heads;
@@ -92,7 +55,7 @@ typedef struct {
     model m;
     float *x, *normed, *qkv, *attended, *intermediate; /* [rows][...] */
     span *spans;
-    float **scratch; /* of each thread: queries, their weighted values so far, scores, tiles */
+    float **scratch; /* of each thread: queries, their weighted values so far, scores, tiles, expanded weights */
 } decoder;
 
 typedef struct {
@@ -101,181 +64,55 @@ typedef struct {
     const float *rotations; /* [position][head_dim / 2][2]: cosine and sine */
     float *logits;
     int64_t count, spans, logit_rows, thread, threads;
-    float *queries, *blended, *scores, *tiles;
+    float *queries, *blended, *scores, *tiles, *expanded;
 } work;
-
-/* numbers */
-
-ALWAYS vec all(float x) { return (vec){0} + x; }
-ALWAYS vec load(const float *from) { return *(const loose *)from; }
-ALWAYS void store(float *to, vec x) { *(loose *)to = x; }
-
-ALWAYS vec either(ints which, vec yes, vec no) { return (vec)(((ints)yes & which) | ((ints)no & ~which)); }
-ALWAYS vec larger(vec a, vec b) { return either(a > b, a, b); }
-ALWAYS vec smaller(vec a, vec b) { return either(a < b, a, b); }
-
-#ifdef __clang__
-#define PICKED(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
-#else
-#define PICKED(a, b, ...) __builtin_shuffle(a, b, (ints){__VA_ARGS__})
-#endif
-
-/* Sums of neighbours: first those of a, then those of b. */
-ALWAYS vec neighbours(vec a, vec b) {
-    vec even = PICKED(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
-    vec odd = PICKED(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
-    return even + odd;
-}
-
-ALWAYS float sum(vec a) {
-    a = neighbours(a, a);
-    a = neighbours(a, a);
-    a = neighbours(a, a);
-    return a[0] + a[1];
-}
-
-ALWAYS float largest(vec a) {
-    float most = a[0];
-    for (int i = 1; i < LANES; i++) most = a[i] > most ? a[i] : most;
-    return most;
-}
-
-/* e to the x, to about one unit in the last place. */
-ALWAYS vec exponential(vec x) {
-    x = smaller(larger(x, all(-87.0f)), all(88.0f));
-    const float magic = 12582912.0f; /* added and taken off again, it rounds */
-    vec n = (x * 1.44269504088896341f + magic) - magic;
-    vec r = x - n * 0.693359375f - n * -2.12194440e-4f;
-    vec p = all(1.9875691500e-4f);
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
-    ints power = (__builtin_convertvector(n, ints) + 127) << 23;
-    return p * (vec)power;
-}
 
 /* matrices */
 
-ALWAYS int64_t bytes(int dtype) { return dtype == FLOAT32 ? 4 : 2; }
-
-/* Asks for what is needed soon. */
-ALWAYS void fetch(const void *from, int64_t size) {
-    for (int64_t at = 0; at < size; at += ALIGNMENT) __builtin_prefetch((const char *)from + at);
-}
-
-/* A vector of halves. */
-ALWAYS vec widened_halves(const void *from) {
-#if defined(__AVX512F__)
-    return (vec)_mm512_cvtph_ps(_mm256_loadu_si256(from));
-#elif defined(__F16C__)
-    union { __m256 parts[2]; vec whole; } out;
-    for (int part = 0; part < 2; part++) out.parts[part] = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)from + part));
-    return out.whole;
-#elif defined(__FLT16_MAX__)
-    typedef _Float16 halves __attribute__((vector_size(32), aligned(2), may_alias));
-    return __builtin_convertvector(*(const halves *)from, vec);
-#else
-    (void)from;
-    return all(NAN);
-#endif
-}
-
-/* The vector `k` of a panel's row. */
-ALWAYS vec widened(int dtype, const void *row, int k) {
-    if (dtype == BFLOAT16) {
-        words both = *(const words *)((const uint16_t *)row + k / 2 * 2 * LANES);
-        return k % 2 ? (vec)(both & 0xffff0000u) : (vec)(both << 16);
-    }
-    if (dtype == FLOAT16) return widened_halves((const uint16_t *)row + k * LANES);
-    return load((const float *)row + k * LANES);
-}
-
-/* `rows` rows of x times `wide` vectors of a panel, from the vector `from` on, onto tile[rows][PANEL]. */
-ALWAYS void block(int dtype, int rows, int wide, const void *weights, int64_t in, int from, const float *x,
-                  int64_t apart, float *tile) {
-    vec sums[ROWS][WIDE];
-    for (int r = 0; r < rows; r++)
-        for (int k = 0; k < wide; k++) sums[r][k] = load(tile + r * PANEL + (from + k) * LANES);
-    for (int64_t i = 0; i < in; i++) {
-        vec column[WIDE];
-        const char *row = (const char *)weights + i * PANEL * bytes(dtype);
-        fetch(row + AHEAD, wide * LANES * bytes(dtype));
-        for (int k = 0; k < wide; k++) column[k] = widened(dtype, row, from + k);
-        for (int r = 0; r < rows; r++)
-            for (int k = 0; k < wide; k++) sums[r][k] += column[k] * x[r * apart + i];
-    }
-    for (int r = 0; r < rows; r++)
-        for (int k = 0; k < wide; k++) store(tile + r * PANEL + (from + k) * LANES, sums[r][k]);
-}
-
-ALWAYS void rows_of_panel(int dtype, int rows, const void *weights, int64_t in, const float *x, int64_t apart,
-                          float *tile) {
-    const int wide = rows * WIDE <= SUMS ? WIDE : rows * 2 <= SUMS ? 2 : 1;
-    for (int from = 0; from < WIDE; from += wide) block(dtype, rows, wide, weights, in, from, x, apart, tile);
-}
-
-ALWAYS void panel_of_dtype(int dtype, int64_t rows, const void *weights, int64_t in, const float *x, int64_t apart,
-                          float *tile) {
-#define CASE(n) \
-    case n: \
-        rows_of_panel(dtype, n, weights, in, x, apart, tile); \
-        break;
-    switch (rows) {
-        EACH_ROW_COUNT(CASE)
-    }
-#undef CASE
-}
-
-/* Up to ROWS rows of x times `in` inputs of a panel, from the input `from` on, onto the tile. */
-static void times_panel(const matrix *by, int64_t panel, int64_t from, int64_t in, int64_t rows, const float *x,
-                        int64_t apart, float *tile) {
-    int64_t at = (panel * by->inputs + from) * PANEL;
-    if (by->dtype == BFLOAT16)
-        panel_of_dtype(BFLOAT16, rows, (const uint16_t *)by->weights + at, in, x + from, apart, tile);
-    else if (by->dtype == FLOAT16)
-        panel_of_dtype(FLOAT16, rows, (const uint16_t *)by->weights + at, in, x + from, apart, tile);
-    else
-        panel_of_dtype(FLOAT32, rows, (const float *)by->weights + at, in, x + from, apart, tile);
-}
-
 ALWAYS int64_t share_start(int64_t count, int64_t thread, int64_t threads) { return count * thread / threads; }
 
-enum ending { SET, ADD, GATED };
-
-ALWAYS void finish(enum ending ending, const matrix *by, const float *tile, int64_t out, float *y) {
-    if (ending == GATED) { /* half a panel of gates, then half a panel of what they let through */
-        for (int64_t k = 0; k < PANEL / 2; k += LANES) {
-            vec gate = load(tile + k), up = load(tile + PANEL / 2 + k);
-            if (by->bias) gate += load(by->bias + 2 * out + k), up += load(by->bias + 2 * out + PANEL / 2 + k);
-            store(y + out + k, gate / (1.0f + exponential(-gate)) * up);
-        }
-        return;
-    }
-    int64_t count = by->outputs - out < PANEL ? by->outputs - out : PANEL;
+/* Writes the sums of a panel and their bias to y, or adds them. */
+ALWAYS void finish(const matrix *by, int64_t panel, const float *tile, int adds, float *y) {
+    int64_t out = panel * PANEL, count = at_most(by->outputs - out, PANEL);
     for (int64_t k = 0; k < count; k++) {
         float value = tile[k] + (by->bias ? by->bias[out + k] : 0.0f);
-        y[out + k] = ending == ADD ? y[out + k] + value : value;
+        y[out + k] = adds ? y[out + k] + value : value;
     }
 }
 
-/* This thread's share of y = x * weights, or onto y, or gated, for so many rows. */
-static void multiply(const work *w, const matrix *by, int64_t rows, const float *x, int64_t apart, float *y,
-                     int64_t y_apart, enum ending ending) {
-    int64_t panels = (by->outputs + PANEL - 1) / PANEL, width = ending == GATED ? PANEL / 2 : PANEL;
-    int64_t stop = share_start(panels, w->thread + 1, w->threads), deep = rows > ROWS ? DEEP : by->inputs;
+/* This thread's share of y = x * weights, or onto y, for so many rows and `count` matrices side by side. */
+static void multiply(const work *w, const matrix *by, int64_t count, int64_t rows, const float *x, int64_t apart,
+                     float *y, int64_t y_apart, int adds) {
+    int64_t panels = 0;
+    for (int64_t n = 0; n < count; n++) panels += panel_count(by[n].outputs);
+    int64_t stop = share_start(panels, w->thread + 1, w->threads);
+    for (int64_t task = share_start(panels, w->thread, w->threads); task < stop; task++) {
+        const matrix *one = by;
+        int64_t panel = task, out = 0;
+        for (; panel >= panel_count(one->outputs); one++) panel -= panel_count(one->outputs), out += one->outputs;
+        multiply_panel(one, panel, rows, x, apart, w->tiles, w->expanded);
+        for (int64_t r = 0; r < rows; r++) finish(one, panel, w->tiles + r * PANEL, adds, y + r * y_apart + out);
+    }
+}
+
+ALWAYS vec biased(const matrix *by, int64_t out, const float *sums) {
+    return by->bias ? load(sums) + load(by->bias + out) : load(sums);
+}
+
+/* This thread's share of y = silu(x * gate) * (x * up). The rows of y have room for whole panels. */
+static void multiply_gated(const work *w, const matrix *gate, const matrix *up, int64_t rows, const float *x,
+                           int64_t apart, float *y, int64_t y_apart) {
+    int64_t panels = panel_count(gate->outputs), stop = share_start(panels, w->thread + 1, w->threads);
+    float *gates = w->tiles, *ups = gates + rows * PANEL;
     for (int64_t panel = share_start(panels, w->thread, w->threads); panel < stop; panel++) {
-        for (int64_t k = 0; k < rows * PANEL; k += LANES) store(w->tiles + k, all(0));
-        for (int64_t from = 0; from < by->inputs; from += deep) {
-            int64_t in = by->inputs - from < deep ? by->inputs - from : deep;
-            for (int64_t r = 0; r < rows; r += ROWS)
-                times_panel(by, panel, from, in, rows - r < ROWS ? rows - r : ROWS, x + r * apart, apart,
-                            w->tiles + r * PANEL);
-        }
+        multiply_panel(gate, panel, rows, x, apart, gates, w->expanded);
+        multiply_panel(up, panel, rows, x, apart, ups, w->expanded);
         for (int64_t r = 0; r < rows; r++)
-            finish(ending, by, w->tiles + r * PANEL, panel * width, y + r * y_apart);
+            for (int64_t k = 0, out = panel * PANEL; k < PANEL; k += LANES) {
+                vec open = biased(gate, out + k, gates + r * PANEL + k);
+                vec through = biased(up, out + k, ups + r * PANEL + k);
+                store(y + r * y_apart + out + k, open / (1.0f + exponential(-open)) * through);
+            }
     }
 }
 
@@ -286,6 +123,15 @@ static void norm_to(const norm *by, const float *x, int64_t size, float *y) {
     for (int64_t i = 0; i < size; i += LANES) squares += load(x + i) * load(x + i);
     float scale = 1.0f / sqrtf(sum(squares) / size + by->epsilon);
     for (int64_t i = 0; i < size; i += LANES) store(y + i, load(x + i) * scale * load(by->weight + i));
+}
+
+/* The embeddings of this thread's share of the rows. */
+static void embed_rows(const work *w) {
+    int64_t hidden = w->d->m.hidden_size, stop = share_start(w->count, w->thread + 1, w->threads);
+    for (int64_t r = share_start(w->count, w->thread, w->threads); r < stop; r++) {
+        if (w->rows[r].embedding) memcpy(w->d->x + r * hidden, w->rows[r].embedding, hidden * sizeof(float));
+        else read_output(&w->d->m.embedding, w->rows[r].token, w->d->x + r * hidden, w->expanded);
+    }
 }
 
 /* This thread's share of the rows, normed. */
@@ -479,16 +325,20 @@ static void gather(const work *w) {
 #define BARRIER
 #endif
 
+/* The outputs of whole panels. */
+ALWAYS int64_t padded(int64_t outputs) { return panel_count(outputs) * PANEL; }
+
 static void pass(work w) {
     const decoder *d = w.d;
     const model *m = &d->m;
-    int64_t hidden = m->hidden_size, attended = m->num_heads * m->head_dim;
+    int64_t hidden = m->hidden_size, attended = m->num_heads * m->head_dim, inner = padded(m->intermediate_size);
     int64_t qkv = (m->num_heads + 2 * m->num_kv_heads) * m->head_dim;
+    embed_rows(&w); /* the same rows as in `norm_rows` */
     for (int64_t depth = 0; depth < m->num_layers; depth++) {
         const layer *l = m->layers + depth;
         norm_rows(&w, &l->input_norm);
         BARRIER
-        multiply(&w, &l->qkv_proj, w.count, d->normed, hidden, d->qkv, qkv, SET);
+        multiply(&w, l->qkv_proj, 3, w.count, d->normed, hidden, d->qkv, qkv, 0);
         BARRIER
         write_rows(&w, l, depth);
         if (!w.logit_rows && depth + 1 == m->num_layers) return; /* the rest is needed for logits only */
@@ -500,18 +350,18 @@ static void pass(work w) {
             w.count = w.logit_rows;
             BARRIER
         }
-        multiply(&w, &l->o_proj, w.count, d->attended, attended, d->x, hidden, ADD);
+        multiply(&w, &l->o_proj, 1, w.count, d->attended, attended, d->x, hidden, 1);
         BARRIER
         norm_rows(&w, &l->post_attention_norm);
         BARRIER
-        multiply(&w, &l->gate_up_proj, w.count, d->normed, hidden, d->intermediate, m->intermediate_size, GATED);
+        multiply_gated(&w, &l->gate_proj, &l->up_proj, w.count, d->normed, hidden, d->intermediate, inner);
         BARRIER
-        multiply(&w, &l->down_proj, w.count, d->intermediate, m->intermediate_size, d->x, hidden, ADD);
+        multiply(&w, &l->down_proj, 1, w.count, d->intermediate, inner, d->x, hidden, 1);
         BARRIER
     }
     norm_rows(&w, &m->norm);
     BARRIER
-    multiply(&w, &m->lm_head, w.count, d->normed, hidden, w.logits, m->lm_head.outputs, SET);
+    multiply(&w, &m->lm_head, 1, w.count, d->normed, hidden, w.logits, m->lm_head.outputs, 0);
 }
 
 /* Groups rows into spans. Returns the number of spans. */
@@ -534,6 +384,7 @@ static void run_thread(work w, int64_t thread, int64_t threads) {
     w.blended = w.queries + QUERIES * w.d->m.head_dim;
     w.scores = w.blended + QUERIES * w.d->m.head_dim;
     w.tiles = w.scores + QUERIES * KEYS;
+    w.expanded = w.tiles + 2 * w.d->m.max_rows * PANEL;
     pass(w);
 }
 
@@ -543,12 +394,7 @@ void palaver_step(const decoder *d, const row *rows, int64_t count, const float 
                   int64_t threads) {
     work w = {.d = d, .rows = rows, .rotations = rotations, .logits = logits, .count = count};
     w.spans = build_spans(d, rows, count);
-    int64_t hidden = d->m.hidden_size;
-    for (int64_t r = 0; r < count; r++) {
-        w.logit_rows += rows[r].needs_logits;
-        const float *embedding = rows[r].embedding ? rows[r].embedding : d->m.embedding + rows[r].token * hidden;
-        for (int64_t i = 0; i < hidden; i++) d->x[r * hidden + i] = embedding[i];
-    }
+    for (int64_t r = 0; r < count; r++) w.logit_rows += rows[r].needs_logits;
 #ifdef _OPENMP
     if (threads > 1) {
 #pragma omp parallel num_threads((int)(threads < d->m.max_threads ? threads : d->m.max_threads))
@@ -582,11 +428,12 @@ decoder *palaver_new(const model *m) {
     d->spans = calloc(m->max_rows, sizeof(span));
     d->qkv = allocate_floats(m->max_rows * (m->num_heads + 2 * m->num_kv_heads) * m->head_dim);
     d->attended = allocate_floats(m->max_rows * m->num_heads * m->head_dim);
-    d->intermediate = allocate_floats(m->max_rows * m->intermediate_size);
+    d->intermediate = allocate_floats(m->max_rows * padded(m->intermediate_size));
     d->scratch = calloc(m->max_threads, sizeof(float *));
     int complete = d->x && d->normed && d->qkv && d->attended && d->intermediate && d->spans && d->scratch;
     for (int64_t t = 0; complete && t < m->max_threads; t++) {
-        d->scratch[t] = allocate_floats(QUERIES * (2 * m->head_dim + KEYS) + m->max_rows * PANEL);
+        int64_t attention = QUERIES * (2 * m->head_dim + KEYS), tiles = 2 * m->max_rows * PANEL;
+        d->scratch[t] = allocate_floats(attention + tiles + SHALLOW * PANEL);
         complete = d->scratch[t] != NULL;
     }
     if (complete) return d;
@@ -594,32 +441,40 @@ decoder *palaver_new(const model *m) {
     return NULL;
 }
 
-/* Whether weights can be stored as float16: not every compiler supports it. */
-int palaver_has_float16(void) {
-#if defined(__AVX512F__) || defined(__F16C__) || defined(__FLT16_MAX__)
-    return 1;
-#else
-    return 0;
-#endif
-}
-
 /* The self-check, on a random model: rows computed together, in two threads, must give what each gives alone. It uses
    every dtype of weights, so that code for another processor, or a damaged file, ends the check and not the engine. */
 
-enum { DEPTH = 2, HIDDEN = 32, HEADS = 4, SIZE = 16, INNER = 64, TOKENS = 20, OUTPUTS = PANEL, CHECK_ROWS = 17 };
+enum { DEPTH = 2, HIDDEN = 256, HEADS = 4, SIZE = 64, INNER = 256, TOKENS = 20, OUTPUTS = PANEL };
+enum { CHECK_ROWS = EXPANDED_ROWS + 1 };
 
 static uint32_t next_number(uint32_t *state) { return *state = *state * 1664525u + 1013904223u; }
 
-/* Weights of about -0.5 to 0.5, each of them exact in its dtype. */
-static matrix random_matrix(int dtype, int64_t in, int64_t out, uint32_t *state) {
-    int64_t count = in * ((out + PANEL - 1) / PANEL) * PANEL;
-    void *weights = allocate_floats(count);
-    for (int64_t i = 0; weights && i < count; i++) {
-        uint32_t drawn = next_number(state) >> 16, sign = drawn & 0x8000;
-        if (dtype == FLOAT32) ((float *)weights)[i] = ((float)drawn - 32768.0f) / 65536.0f;
-        if (dtype == BFLOAT16) ((uint16_t *)weights)[i] = sign | 0x3e00 | (drawn & 0x7f);
-        if (dtype == FLOAT16) ((uint16_t *)weights)[i] = sign | 0x3000 | (drawn & 0x3ff);
+/* Weights of about -0.5 to 0.5 in the form of a file: random numbers, with small scales. */
+static void draw_weights(int dtype, int64_t blocks, uint8_t *to, uint32_t *state) {
+    for (int64_t block = 0; block < blocks; block++, to += LAYOUTS[dtype].file_bytes) {
+        for (int i = 0; i < LAYOUTS[dtype].file_bytes; i++) to[i] = next_number(state) >> 24;
+        if (is_quantised(dtype)) {
+            const uint8_t scale[] = {0, dtype >= Q4_K ? 0x04 : 0x14}; /* float16: 2^-14 and 2^-10 */
+            memcpy(to + (dtype == Q6_K ? 208 : 0), scale, 2);
+            if (LAYOUTS[dtype].zero < 0) memcpy(to + 2, scale, 2);
+            continue;
+        }
+        uint16_t half = (next_number(state) >> 16 & 0x83ff) | 0x3000, brain = (half & 0x807f) | 0x3e00;
+        float single = ((float)(next_number(state) >> 16) - 32768.0f) / 65536.0f;
+        memcpy(to, dtype == FLOAT32 ? (void *)&single : dtype == FLOAT16 ? &half : &brain, LAYOUTS[dtype].file_bytes);
     }
+}
+
+static matrix random_matrix(int dtype, int64_t in, int64_t out, uint32_t *state) {
+    int64_t blocks = out * in / LAYOUTS[dtype].inputs, size = palaver_packed_bytes(dtype, out, in);
+    uint8_t *file = malloc(blocks * LAYOUTS[dtype].file_bytes);
+    void *weights = allocate_floats(size / sizeof(float));
+    if (file && weights) {
+        memset(weights, 0, size);
+        draw_weights(dtype, blocks, file, state);
+        palaver_pack(dtype, file, out, in, weights);
+    }
+    free(file);
     return (matrix){weights, NULL, in, out, dtype};
 }
 
@@ -631,27 +486,27 @@ static int same(const float *a, const float *b, int64_t count) {
 
 static int check_dtype(int dtype) {
     uint32_t state = 1;
-    int64_t norm_size = 3 * HEADS * SIZE / 2, slot_size = 2 * DEPTH * HEADS / 2 * TOKENS * SIZE, right = 0;
-    float *ones = allocate_floats(norm_size), *embedding = allocate_floats(TOKENS * HIDDEN);
-    float *rotations = allocate_floats(TOKENS * SIZE);
+    int64_t norm_size = 2 * HEADS * SIZE, slot_size = 2 * DEPTH * HEADS / 2 * TOKENS * SIZE, right = 0;
+    float *ones = allocate_floats(norm_size), *rotations = allocate_floats(TOKENS * SIZE);
     float *cache = calloc(2 * slot_size, sizeof(float)), *alone = allocate_floats(OUTPUTS);
     float *together = allocate_floats(CHECK_ROWS * OUTPUTS);
     layer layers[DEPTH] = {0};
     for (int64_t i = 0; ones && i < norm_size; i++) ones[i] = 1.0f;
-    for (int64_t i = 0; embedding && i < TOKENS * HIDDEN; i++) embedding[i] = (next_number(&state) >> 24) / 256.0f;
     for (int64_t i = 0; rotations && i < TOKENS * SIZE; i++) rotations[i] = i % 2 ? 0.6f : 0.8f;
     for (int64_t depth = 0; depth < DEPTH; depth++)
         layers[depth] = (layer){.input_norm = {ones, 1e-6f},
                                 .post_attention_norm = {ones, 1e-6f},
                                 .qk_norm = {ones, 1e-6f},
-                                .qkv_proj = random_matrix(dtype, HIDDEN, 2 * HEADS * SIZE, &state),
+                                .qkv_proj = {random_matrix(dtype, HIDDEN, 2 * HEADS * SIZE, &state)},
                                 .o_proj = random_matrix(dtype, HEADS * SIZE, HIDDEN, &state),
-                                .gate_up_proj = random_matrix(dtype, HIDDEN, 2 * INNER, &state),
+                                .gate_proj = random_matrix(dtype, HIDDEN, INNER, &state),
+                                .up_proj = random_matrix(dtype, HIDDEN, INNER, &state),
                                 .down_proj = random_matrix(dtype, INNER, HIDDEN, &state)};
-    model m = {layers, embedding, {ones, 1e-6f}, random_matrix(dtype, HIDDEN, OUTPUTS, &state),
+    matrix tokens = random_matrix(dtype, HIDDEN, OUTPUTS, &state);
+    model m = {layers, tokens, {ones, 1e-6f}, tokens,
                DEPTH, HIDDEN, HEADS, HEADS / 2, SIZE, INNER, 0.25f, CHECK_ROWS, 2};
     decoder *d = palaver_new(&m);
-    if (d && ones && embedding && rotations && cache && together && alone) {
+    if (d && ones && rotations && cache && together && alone) {
         row rows[CHECK_ROWS];
         for (int64_t r = 0; r < CHECK_ROWS; r++)
             rows[r] = (row){cache, HEADS / 2 * TOKENS * SIZE, TOKENS * SIZE, r * 7 % TOKENS, r, 1, r, NULL, NULL};
@@ -664,16 +519,17 @@ static int check_dtype(int dtype) {
     }
     for (int64_t depth = 0; depth < DEPTH; depth++) {
         layer *l = layers + depth;
-        free((void *)l->qkv_proj.weights), free((void *)l->o_proj.weights);
-        free((void *)l->gate_up_proj.weights), free((void *)l->down_proj.weights);
+        free((void *)l->qkv_proj[0].weights), free((void *)l->o_proj.weights);
+        free((void *)l->gate_proj.weights), free((void *)l->up_proj.weights), free((void *)l->down_proj.weights);
     }
-    free((void *)m.lm_head.weights), free(ones), free(embedding), free(rotations);
-    free(cache), free(together), free(alone);
+    free((void *)tokens.weights), free(ones), free(rotations), free(cache), free(together), free(alone);
     palaver_free(d);
     return right == CHECK_ROWS;
 }
 
 /* Returns 0 where all checks pass. */
 int palaver_check(void) {
-    return !(check_dtype(FLOAT32) && check_dtype(BFLOAT16) && (!palaver_has_float16() || check_dtype(FLOAT16)));
+    for (int dtype = 0; dtype < DTYPES; dtype++)
+        if (!check_dtype(dtype)) return 1;
+    return 0;
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,15 +12,14 @@ from numpy.typing import NDArray
 from palaver.engines.core.checkpoint import Checkpoint, StoredTensor
 from palaver.engines.core.decoder_config import QKV, DecoderConfig, layer_prefix
 from palaver.errors import BrokenModel
+from palaver.gguf import TENSOR_TYPES
 
 Floats = NDArray[np.float32]
-WeightType = Literal["float32", "bfloat16", "float16"]
-STORED_TYPES: dict[str, tuple[WeightType, type[np.generic]]] = {
-    "F32": ("float32", np.float32),
-    "BF16": ("bfloat16", np.uint16),
-    "F16": ("float16", np.float16),
-}
-"""The types of a safetensors file, and how numpy holds them: it has no bfloat16."""
+FLOAT_ARRAYS: dict[str, type[np.generic]] = {"F32": np.float32, "BF16": np.uint16, "F16": np.float16}
+"""How numpy holds each type of floats: it has no bfloat16."""
+QUANTISED = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
+"""The other types of weights, as GGUF files have them."""
+_BLOCKS = {kind.name: kind for kind in TENSOR_TYPES.values()}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,29 +27,35 @@ class Weight:
     """An array in the type that it was stored in."""
 
     array: NDArray[Any]
-    """bfloat16 as uint16."""
-    dtype: WeightType
+    """bfloat16 as uint16; quantised rows as bytes."""
+    dtype: str
+    """The name of the type in safetensors and GGUF files, such as BF16 or Q4_K."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[outputs, inputs] of a matrix."""
+        if self.dtype in FLOAT_ARRAYS:
+            return self.array.shape
+        kind = _BLOCKS[self.dtype]
+        *outputs, row_bytes = self.array.shape
+        return (*outputs, row_bytes // kind.nbytes * kind.block)
 
     def to_float32(self) -> Floats:
-        if self.dtype == "bfloat16":
+        """A copy, of floats only."""
+        if self.dtype == "BF16":
             return (self.array.astype(np.uint32) << np.uint32(16)).view(np.float32)
-        return np.ascontiguousarray(self.array, np.float32)
+        return np.array(self.array, np.float32, order="C")
 
-    def narrowed(self, has_float16: bool) -> Weight:
-        """In the narrowest type that holds the numbers without loss; bfloat16 where both do."""
-        if self.dtype == "bfloat16":
+    def narrowed(self) -> Weight:
+        """In the narrowest type that holds the numbers without loss; bfloat16 where both types of 16 bits do."""
+        if self.dtype != "F32":
             return self
-        wide = self.to_float32()
-        bits = wide.view(np.uint32)
+        bits = np.ascontiguousarray(self.array).view(np.uint32)
         if not (bits & np.uint32(0xFFFF)).any():
-            return Weight((bits >> np.uint32(16)).astype(np.uint16), "bfloat16")
-        if not has_float16:
-            return Weight(wide, "float32")
-        if self.dtype == "float16":
-            return self
+            return Weight((bits >> np.uint32(16)).astype(np.uint16), "BF16")
         with np.errstate(over="ignore"):
-            half = wide.astype(np.float16)
-        return Weight(half, "float16") if np.array_equal(half.astype(np.float32), wide) else Weight(wide, "float32")
+            half = self.array.astype(np.float16)
+        return Weight(half, "F16") if np.array_equal(half.astype(np.float32), self.array) else self
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,7 +76,8 @@ class NormWeights:
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerWeights:
     input_norm: NormWeights
-    qkv: Projection
+    qkv: tuple[Projection, ...]
+    """Queries, keys and values, one after the other or in one projection."""
     qk_norm: NormWeights | None
     """A row of weights for each head, queries first."""
     output: Projection
@@ -83,12 +89,13 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecoderWeights:
-    embedding: Floats
+    embedding: Weight
     """[tokens, hidden size]."""
     layers: Iterable[LayerWeights]
     """Read once, one after the other: a layer need not stay in memory."""
     norm: NormWeights
     lm_head: Projection
+    """Its weight is that of the embedding where they are tied."""
 
 
 def read_weights(checkpoint: Checkpoint, config: DecoderConfig) -> DecoderWeights:
@@ -96,7 +103,7 @@ def read_weights(checkpoint: Checkpoint, config: DecoderConfig) -> DecoderWeight
     reader = _TensorReader(checkpoint, config)
     embedding = reader.weight("model.embed_tokens")
     return DecoderWeights(
-        embedding=embedding.to_float32(),
+        embedding=embedding,
         layers=reader.layers(),
         norm=reader.norm("model.norm"),
         lm_head=Projection(embedding if config.tied else reader.weight("lm_head")),
@@ -114,7 +121,7 @@ class _TensorReader:
             attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
             yield LayerWeights(
                 input_norm=self.norm(f"{prefix}input_layernorm"),
-                qkv=concatenate([self._projection(attention, name) for name in QKV]),
+                qkv=tuple(self._projection(attention, name) for name in QKV),
                 qk_norm=self._qk_norm(attention) if self._config.qk_norm else None,
                 output=self._projection(attention, "o_proj"),
                 post_attention_norm=self.norm(f"{prefix}post_attention_layernorm"),
@@ -141,20 +148,17 @@ class _TensorReader:
 
 
 def read_tensor(tensor: StoredTensor) -> Weight:
-    name, kind = STORED_TYPES[tensor.dtype]
-    data = np.fromfile(tensor.path, kind, tensor.elements, offset=tensor.offset)
-    if data.nbytes != tensor.nbytes:
-        raise BrokenModel(f"A tensor in {str(tensor.path)!r} is not as long as its header says.")
-    return Weight(data.reshape(tensor.shape), name)
+    """The tensor in its file, which is mapped and not read."""
+    try:
+        data = np.memmap(tensor.path, np.uint8, "r", tensor.offset, tensor.nbytes)
+    except (OSError, ValueError) as error:
+        raise BrokenModel(f"A tensor in {str(tensor.path)!r} is not as long as its header says.") from error
+    kind = FLOAT_ARRAYS.get(tensor.dtype)
+    array = data.reshape(*tensor.shape[:-1], -1) if kind is None else data.view(kind).reshape(tensor.shape)
+    return Weight(_unpair(array, tensor.paired_heads) if tensor.paired_heads else array, tensor.dtype)
 
 
-def concatenate(projections: list[Projection]) -> Projection:
-    """Side by side: the outputs of the first come first. All have a bias or none has."""
-    kinds = {projection.weight.dtype for projection in projections}
-    if len(kinds) == 1:
-        array = np.concatenate([projection.weight.array for projection in projections])
-        weight = Weight(array, projections[0].weight.dtype)
-    else:
-        weight = Weight(np.concatenate([projection.weight.to_float32() for projection in projections]), "float32")
-    biases = [projection.bias for projection in projections if projection.bias is not None]
-    return Projection(weight, np.concatenate(biases) if biases else None)
+def _unpair(array: NDArray[Any], heads: int) -> NDArray[Any]:
+    """The rows of each head, of which each two that turn together lie side by side: first all first ones of a pair."""
+    pairs = array.reshape(heads, -1, 2, *array.shape[1:])
+    return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(array.shape)

@@ -10,7 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from palaver.errors import BrokenModel, NoWeights, UnknownModel, UnsafeWeights
+from palaver.gguf import GGUFHeader
 
 PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 MAX_HEADER = 100_000_000
@@ -22,7 +26,7 @@ CheckConfig = Callable[[Path, dict[str, Any]], None]
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor in a safetensors file."""
+    """A tensor in a safetensors or GGUF file."""
 
     path: Path
     offset: int
@@ -31,21 +35,28 @@ class StoredTensor:
     """The format's name of the element type, such as BF16."""
     shape: tuple[int, ...]
     nbytes: int
+    paired_heads: int = 0
+    """Heads whose rows lie in pairs that turn together, as llama.cpp stores the queries and keys of Llama; 0 where the
+    first halves of all pairs come first."""
 
     @property
     def elements(self) -> int:
         return math.prod(self.shape)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Checkpoint:
-    """The files of a model that is safe to load: a configuration, and complete safetensors."""
+    """The files of a model that is safe to load: a configuration, and complete safetensors or GGUF files."""
 
     name: str
     folder: Path
     config: dict[str, Any]
     weights: tuple[Path, ...]
     tensors: dict[str, StoredTensor]
+    header: GGUFHeader | None = None
+    """Of a GGUF file."""
+    rope_factors: NDArray[np.float32] | None = None
+    """By which a GGUF file divides the frequencies of the rotary embedding."""
 
 
 def open_checkpoint(model: str | Path, check_config: CheckConfig | None = None) -> Checkpoint:

@@ -7,8 +7,8 @@ all."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from palaver.engines.base import EngineInfo
+from palaver.engines.core import gguf_metadata
 from palaver.engines.core.checkpoint import Checkpoint, read_json
 from palaver.engines.core.runner import UnsupportedModel
 from palaver.errors import BadParameter, ModelError
@@ -185,17 +186,30 @@ def layer_prefix(layer: int) -> str:
     return f"model.layers.{layer}."
 
 
-def read_decoder_config(checkpoint: Checkpoint) -> DecoderConfig:
-    """Raises UnsupportedModel unless the configuration and the tensors are those of a plain decoder."""
+FLOATS = frozenset({"F32", "F16", "BF16"})
+
+
+def read_decoder_config(checkpoint: Checkpoint, quantised: Collection[str] = ()) -> DecoderConfig:
+    """Raises UnsupportedModel unless the configuration and the tensors are those of a plain decoder.
+
+    `quantised`: the types that matrices may have beside floats."""
     config = _parse(checkpoint.config)
+    _require(config.num_layers <= len(checkpoint.tensors), "more layers than weights")
     expected = config.tensor_shapes()
     found = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
     if found != expected:
         names = sorted(set(found) ^ set(expected)) or sorted(name for name in found if found[name] != expected[name])
         raise UnsupportedModel(f"its weights are not those of its configuration ({names[0]})")
-    kinds = {tensor.dtype for tensor in checkpoint.tensors.values()}
-    _require(kinds <= {"F32", "F16", "BF16"}, "weights of another type")
-    return config
+    for tensor in checkpoint.tensors.values():
+        known = tensor.dtype in FLOATS or (len(tensor.shape) > 1 and tensor.dtype in quantised)
+        _require(known, f"weights of the type {tensor.dtype}")
+    return config if checkpoint.rope_factors is None else _divide_frequencies(config, checkpoint.rope_factors)
+
+
+def _divide_frequencies(config: DecoderConfig, factors: Floats) -> DecoderConfig:
+    angles = config.frequencies.angles
+    _require(factors.shape == angles.shape, "an unknown rotary embedding")
+    return replace(config, frequencies=Frequencies(angles / factors, config.frequencies.scaling))
 
 
 def _parse(config: Mapping[str, Any]) -> DecoderConfig:
@@ -305,6 +319,8 @@ def _require(condition: bool, what: str) -> None:
 
 def read_generation_config(checkpoint: Checkpoint) -> tuple[Sampling, frozenset[int]]:
     """The model's sampling defaults and its end-of-sequence ids. Raises UnsupportedModel where they aren't plain."""
+    if checkpoint.header is not None:
+        return gguf_metadata.sampling_defaults(checkpoint.header), gguf_metadata.end_ids(checkpoint.header)
     path = checkpoint.folder / "generation_config.json"
     generation: Any = None
     if path.is_file():

@@ -393,7 +393,7 @@ def compile_decoder(parts: PlainDecoder, library: Library, max_threads: int) -> 
     if parts.embedding.device.type != "cpu" or not parts.embedding.is_contiguous():
         raise UnsupportedModel("compiled steps need float32 on the CPU")
     weights = DecoderWeights(
-        embedding=parts.embedding.numpy(),
+        embedding=Weight(parts.embedding.numpy(), "F32"),
         layers=(_layer_weights(layer, parts.intermediate_size) for layer in parts.layers),
         norm=_norm_weights(parts.norm),
         lm_head=_projection_weights(parts.lm_head),
@@ -406,7 +406,7 @@ def compile_decoder(parts: PlainDecoder, library: Library, max_threads: int) -> 
 def _layer_weights(layer: DecoderLayer, intermediate_size: int) -> LayerWeights:
     return LayerWeights(
         input_norm=_norm_weights(layer.input_norm),
-        qkv=_projection_weights(layer.qkv_proj),
+        qkv=(_projection_weights(layer.qkv_proj),),
         qk_norm=None if layer.qk_norm is None else _norm_weights(layer.qk_norm),
         output=_projection_weights(layer.o_proj),
         post_attention_norm=_norm_weights(layer.post_attention_norm),
@@ -423,4 +423,4 @@ def _norm_weights(norm: RMSNorm) -> NormWeights:
 def _projection_weights(linear: Linear, start: int = 0, stop: int | None = None) -> Projection:
     """The outputs from `start` to `stop`."""
     bias = None if linear.bias is None else linear.bias[start:stop].numpy()
-    return Projection(Weight(linear.weight[:, start:stop].t().numpy(), "float32"), bias)
+    return Projection(Weight(linear.weight[:, start:stop].t().numpy(), "F32"), bias)

@@ -1,0 +1,170 @@
+"""A GGUF file of a plain decoder, in the terms of a folder with config.json and safetensors.
+
+A file is accepted only if every setting of its architecture is known; the rest is checked as for folders
+(`decoder_config.py`). llama.cpp runs all other files."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from palaver.engines.core.checkpoint import Checkpoint, StoredTensor
+from palaver.engines.core.decoder_config import layer_prefix
+from palaver.engines.core.runner import UnsupportedModel
+from palaver.errors import BrokenModel
+from palaver.gguf import GGUFHeader, Tensor, read_gguf
+
+ARCHITECTURES = ("llama", "qwen2", "qwen3")
+"""Mistral is a llama here."""
+PAIRED = {"llama": ("attn_q", "attn_k")}
+"""The tensors whose rows lie in pairs that turn together, by architecture."""
+ROPE_FACTORS = "rope_freqs.weight"
+_SIZES = {
+    "block_count": "num_hidden_layers",
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+}
+"""Settings that every file has, and their names in config.json."""
+_ROPE = {
+    "none": {},
+    "linear": {"rope.scaling.factor": "factor"},
+    "yarn": {
+        "rope.scaling.factor": "factor",
+        "rope.scaling.original_context_length": "original_max_position_embeddings",
+    },
+}
+"""The kinds of scaled rotary embeddings: their settings, and the names of these in config.json."""
+_KNOWN = frozenset({
+    *_SIZES, *(key for keys in _ROPE.values() for key in keys), "attention.head_count_kv", "attention.key_length",
+    "attention.value_length", "attention.sliding_window", "expert_count", "expert_used_count", "rope.dimension_count",
+    "rope.freq_base", "rope.scaling.type", "rope.scaling.finetuned", "vocab_size",
+})  # fmt: skip
+_OUTER_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+
+def open_gguf_checkpoint(file: Path) -> Checkpoint:
+    """Reads the header only. Raises BrokenModel, and UnsupportedModel unless all settings are those of a plain
+    decoder."""
+    header = read_gguf(file)
+    settings = _settings(header)
+    names = {tensor.name for tensor in header.tensors}
+    config = _config(header, settings, names)
+    tensors = {_name(tensor.name): _stored(header, settings, tensor) for tensor in header.tensors}
+    factors = tensors.pop(ROPE_FACTORS, None)
+    return Checkpoint(
+        name=header.name,
+        folder=file.parent,
+        config=config,
+        weights=header.files,
+        tensors=tensors,
+        header=header,
+        rope_factors=None if factors is None else _read_factors(factors),
+    )
+
+
+def _settings(header: GGUFHeader) -> dict[str, Any]:
+    """The settings of the architecture. Raises UnsupportedModel where one is not known or can't be followed."""
+    _require(header.architecture in ARCHITECTURES, "it is of another kind")
+    _require(header.metadata.get("general.type", "model") == "model", "it is no model")
+    prefix = f"{header.architecture}."
+    settings = {key.removeprefix(prefix): value for key, value in header.metadata.items() if key.startswith(prefix)}
+    unknown = sorted(set(settings) - _KNOWN)
+    _require(not unknown, f"it has the unknown setting {unknown[0] if unknown else ''}")
+    _require(not settings.get("expert_count") and not settings.get("expert_used_count"), "it has experts")
+    _require(settings.get("vocab_size", len(header.pieces)) == len(header.pieces), "it has another vocabulary")
+    window = settings.get("attention.sliding_window") or math.inf
+    _require(window >= settings.get("context_length", 0), "it has a window of attention")
+    key_length = settings.get("attention.key_length")
+    for name in ("attention.value_length", "rope.dimension_count"):
+        _require(settings.get(name, _head_dim(settings)) == _head_dim(settings), "it has heads of several sizes")
+    _require(key_length is None or type(key_length) is int, "it has heads of several sizes")
+    return settings
+
+
+def _head_dim(settings: Mapping[str, Any]) -> int | None:
+    """As llama.cpp finds it; None for settings that no model has."""
+    hidden, heads = settings.get("embedding_length"), settings.get("attention.head_count")
+    implied = hidden // heads if type(hidden) is int and type(heads) is int and heads > 0 else None
+    found = settings.get("attention.key_length", implied)
+    return found if type(found) is int else None
+
+
+def _config(header: GGUFHeader, settings: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
+    """The same as a config.json."""
+    return {
+        **{name: settings.get(key) for key, name in _SIZES.items()},
+        "model_type": header.architecture,
+        "hidden_act": "silu",
+        "vocab_size": len(header.pieces),
+        "head_dim": _head_dim(settings),
+        "num_key_value_heads": settings.get("attention.head_count_kv", settings.get("attention.head_count")),
+        "tie_word_embeddings": "output.weight" not in names,
+        "attention_bias": "blk.0.attn_q.bias" in names,
+        "mlp_bias": "blk.0.ffn_gate.bias" in names,
+        "rope_parameters": _rope_parameters(settings),
+    }
+
+
+def _rope_parameters(settings: Mapping[str, Any]) -> dict[str, Any]:
+    kind = settings.get("rope.scaling.type", "linear" if "rope.scaling.factor" in settings else "none")
+    _require(kind in _ROPE, "it has an unknown rotary embedding")
+    found = {name: settings[key] for key, name in _ROPE[kind].items() if key in settings}
+    theta = {"rope_theta": settings["rope.freq_base"]} if "rope.freq_base" in settings else {}
+    return {"rope_type": "default" if kind == "none" else kind, **found, **theta}
+
+
+def _name(name: str) -> str:
+    """The tensor's name in safetensors; its own where they have no such tensor."""
+    module, _, part = name.rpartition(".")
+    if module in _OUTER_NAMES:
+        return f"{_OUTER_NAMES[module]}.{part}"
+    prefix, _, inner = module.rpartition(".")
+    block, _, layer = prefix.partition(".")
+    if block == "blk" and layer.isdecimal() and inner in _LAYER_NAMES:
+        return f"{layer_prefix(int(layer))}{_LAYER_NAMES[inner]}.{part}"
+    return name
+
+
+def _stored(header: GGUFHeader, settings: Mapping[str, Any], tensor: Tensor) -> StoredTensor:
+    heads = {"attn_q": settings.get("attention.head_count")}
+    heads["attn_k"] = settings.get("attention.head_count_kv", heads["attn_q"])
+    module = tensor.name.rpartition(".")[0].rpartition(".")[2]
+    paired = heads[module] if module in PAIRED.get(header.architecture, ()) else 0
+    shape = tuple(reversed(tensor.shape))
+    return StoredTensor(tensor.path, tensor.offset, tensor.type.name, shape, tensor.nbytes, paired or 0)
+
+
+def _read_factors(tensor: StoredTensor) -> NDArray[np.float32]:
+    """By which the frequencies of the rotary embedding are divided."""
+    _require(tensor.dtype == "F32" and len(tensor.shape) == 1, "it has an unknown rotary embedding")
+    factors = np.fromfile(tensor.path, np.float32, tensor.elements, offset=tensor.offset)
+    if factors.nbytes != tensor.nbytes:
+        raise BrokenModel(f"A tensor in {str(tensor.path)!r} is not as long as its header says.")
+    _require(bool((np.isfinite(factors) & (factors > 0)).all()), "it has an unknown rotary embedding")
+    return factors
+
+
+def _require(condition: bool, why: str) -> None:
+    if not condition:
+        raise UnsupportedModel(why)
