@@ -68,6 +68,6 @@ def test_addresses_of_clusters() -> None:
     assert parse_address("ray://10.0.0.1:6379/Qwen-Qwen3-8B") == ("10.0.0.1:6379", "Qwen-Qwen3-8B")
     assert parse_address("ray://auto/sprout") == ("auto", "sprout")
     assert application_name("/models/a b.gguf") == "models-a-b.gguf"
-    assert pick_engine(resolve_model("sprout", download=False), "ray://auto") == RAY
+    assert pick_engine(resolve_model("sprout", download=False), LoadOptions(engine="ray://auto")) == RAY
     with pytest.raises(BadParameter, match="--engine"):
         LoadOptions(engine="ray://")

@@ -9,12 +9,15 @@ import pytest
 
 pytest.importorskip("xllamacpp", reason="NOTHING IS SHOWN HERE: xllamacpp is not installed")
 
-from palaver.engines.base import BY_BATCH, BY_CACHE
+from palaver.engines.base import BY_BATCH, BY_CACHE, BY_TEXT
 from palaver.models.resolver import resolve_folder
 from palaver.store import open_store
+from tests.engines.compiler import needs_a_compiler
 from tests.gguf_files import convert_qwen3
 from tests.mmproj_files import make_projector
 from tests.test_cli import run
+
+pytestmark = needs_a_compiler
 
 
 @pytest.fixture(scope="module")
@@ -23,25 +26,51 @@ def sprout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_inspect_says_which_engine_why_and_how_fast(sprout: Path) -> None:
-    result = run("inspect", sprout)
+    found = inspected(sprout, "--device", "cpu")
+    assert found["engine"] == "compiled, because the model is a GGUF file of a plain decoder"
+    assert found["computation"] == "compiled steps"
+    assert found["exact results"] == BY_TEXT
+    llamacpp = inspected(sprout, "--no-compile")
+    assert llamacpp["engine"] == "llamacpp, because the model is a GGUF file"
+    assert llamacpp["exact results"] in (BY_CACHE, BY_BATCH)
+    assert inspected(sprout, "--engine", "llamacpp")["engine"] == "llamacpp, by --engine; the model is a GGUF file"
+
+
+def inspected(file: Path, *flags: str) -> dict[str, str]:
+    """What every engine has in common is checked."""
+    result = run("inspect", file, *flags)
     assert result.exit_code == 0, result.output
     first, *lines = result.stdout.splitlines()
     assert first.startswith("needs about 0.02 GB on cpu")
     found = dict(line.split(": ", 1) for line in lines)
-    assert found["engine"] == "llamacpp, because the model is a GGUF file"
     assert found["runs on"] == "cpu, F16"
-    assert found["exact results"] in (BY_CACHE, BY_BATCH)
     assert found["sampling defaults"] == "temperature 0.6, top_k 20, top_p 0.95"
     assert found["speed"].endswith("tokens a second in one reply, measured now")
     assert found["and ends with"] == "'<|im_end|>'"
+    return found
 
 
 def test_options_of_the_other_engine_are_refused(sprout: Path) -> None:
     refused = run("inspect", sprout, "--engine", "torch")
     assert refused.exit_code == 2
     assert "--engine 'torch': a GGUF file is run by llamacpp" in refused.stderr
-    assert "--compile" in run("ask", "Hi", "-m", sprout, "--compile").stderr
+    both = run("ask", "Hi", "-m", sprout, "--compile", "--engine", "llamacpp")
+    assert "--compile True: needs --engine compiled" in both.stderr
+    assert "--gpu-layers 3: needs --engine llamacpp" in run("inspect", sprout, "--compile", "--gpu-layers", "3").stderr
     assert "is run by torch" in run("ask", "Hi", "-m", "sprout", "--engine", "llamacpp").stderr
+    assert "is run by torch" in run("ask", "Hi", "-m", "sprout", "--engine", "compiled").stderr
+
+
+def test_compiled_steps_may_be_required(sprout: Path, tmp_path: Path) -> None:
+    """An error is one sentence."""
+    assert inspected(sprout, "--compile")["engine"].startswith("compiled")
+    other = convert_qwen3(resolve_folder("sprout"), tmp_path / "other.gguf", extra={"qwen3.logit_scale": 2.0})
+    assert "42" in run("ask", "What is 12 + 30?", "-m", other, "--set", "temperature=0").stdout
+    for command in (("inspect", other), ("ask", "Hi", "-m", other)):
+        refused = run(*command, "--compile")
+        assert refused.exit_code == 1
+        assert "Compiled steps can't be used: it has the unknown setting logit_scale." in refused.stderr
+        assert refused.stderr.count("\n") == 1
 
 
 def test_a_projector_is_named(sprout: Path, tmp_path: Path) -> None:
@@ -55,23 +84,26 @@ def test_a_projector_is_named(sprout: Path, tmp_path: Path) -> None:
     assert "is for a GGUF file" in run("inspect", "sprout", "--mmproj", mmproj).stderr
 
 
-def test_ask_answers(sprout: Path) -> None:
-    reply = json.loads(run("ask", "What is 12 + 30?", "-m", sprout, "--set", "temperature=0", "--json").stdout)
+@pytest.mark.parametrize("engine", ["auto", "llamacpp"])
+def test_ask_answers(engine: str, sprout: Path) -> None:
+    flags = ("-m", sprout, "--engine", engine, "--json")
+    reply = json.loads(run("ask", "What is 12 + 30?", "--set", "temperature=0", *flags).stdout)
     assert reply["answer"].endswith(" 42.")
-    raw = run("ask", "Once upon", "--raw", "-m", sprout, "--set", "max_tokens=4", "--json")
+    raw = run("ask", "Once upon", "--raw", "--set", "max_tokens=4", *flags)
     assert json.loads(raw.stdout)["usage"]["reply_tokens"] == 4
 
 
-def test_a_stored_reply_is_replayed(sprout: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("flag", "engine"), [("--compile", "compiled/"), ("--no-compile", "llama.cpp/b10566")])
+def test_a_stored_reply_is_replayed(flag: str, engine: str, sprout: Path, tmp_path: Path) -> None:
+    """By the engine that generated it."""
     data = ("--data", tmp_path)
-    said = run(
-        "chat", sprout, "--local", *data, "--set", "max_tokens=12", "--set", "seed=1", input="Tell me a long story.\n"
-    )
+    settings = ("--set", "max_tokens=12", "--set", "seed=1")
+    said = run("chat", sprout, "--local", flag, *data, *settings, input="Tell me a long story.\n")
     assert said.exit_code == 0, said.output
     with open_store(tmp_path) as store:
         (conversation,) = store.conversations.list(store.users.ensure().id)
     first, *lines = run("replay", conversation.id, *data).stdout.splitlines()
-    assert first.startswith("Generated by: llama.cpp/b10566")
+    assert first.startswith(f"Generated by: {engine}")
     assert lines == ["Replayed by: the same", "Identical: 12 tokens"]
 
 

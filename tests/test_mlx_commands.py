@@ -55,11 +55,11 @@ def test_a_folder_for_mlx_is_refused_on_other_machines(sprout: Path) -> None:
 
 def test_the_files_say_which_engines_can_run_them(sprout: Path, plain: ResolvedModel) -> None:
     mlx = resolve_model(str(sprout))
-    assert pick_engine(mlx, "mlx") == pick_engine(plain, "mlx") == "mlx"
-    assert pick_engine(plain, "torch") == "torch"
+    assert pick_engine(mlx, LoadOptions(engine="mlx")) == pick_engine(plain, LoadOptions(engine="mlx")) == "mlx"
+    assert pick_engine(plain, LoadOptions(engine="torch")) == "torch"
     for wanted in ("torch", "llamacpp"):
         with pytest.raises(BadParameter, match="a folder for MLX is run by mlx"):
-            pick_engine(mlx, wanted)
+            pick_engine(mlx, LoadOptions(engine=wanted))
     with pytest.raises(BadParameter, match="--compile True: needs --engine torch"):
         make_spec(plain, (), LoadOptions(engine="mlx", compiled=True))
     with pytest.raises(BadParameter, match=r"--compile True: is for a folder with config.json"):

@@ -11,7 +11,7 @@ import re
 import struct
 import sys
 from array import array
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import cached_property
@@ -32,6 +32,7 @@ MAX_TEXT = 1 << 28
 MAX_ITEMS = 1 << 24
 """Elements of one array."""
 DEFAULT_ALIGNMENT = 32
+ARCHITECTURE = "general.architecture"
 _LENGTH = struct.Struct("<Q")
 _SPLIT_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
 
@@ -129,7 +130,7 @@ class GGUFHeader:
 
     @property
     def architecture(self) -> str:
-        return self.text("general.architecture") or ""
+        return self.text(ARCHITECTURE) or ""
 
     @property
     def weights_bytes(self) -> int:
@@ -225,6 +226,19 @@ def read_gguf(path: Path) -> GGUFHeader:
     return GGUFHeader(files, metadata, tuple(tensor for _, tensors in headers for tensor in tensors))
 
 
+def read_architecture(path: Path) -> str:
+    """The name of the architecture; empty where there is none, or no GGUF file. Reads no more than it must."""
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            reader = _HeaderReader(path, data)
+            try:
+                return str(reader.read_until(ARCHITECTURE) or "")
+            finally:
+                reader.close()
+    except (OSError, ValueError, BrokenModel):
+        return ""
+
+
 def _read_file(path: Path) -> tuple[dict[str, Any], tuple[Tensor, ...]]:
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
@@ -252,6 +266,21 @@ class _HeaderReader:
         self._data.release()
 
     def read(self) -> tuple[dict[str, Any], tuple[Tensor, ...]]:
+        tensor_count, key_count = self._counts()
+        metadata: dict[str, Any] = {}
+        for key, value in self._pairs(key_count):
+            if key in metadata:
+                raise self._broken(f"{key!r} is there twice")
+            metadata[key] = value
+        return metadata, self._tensors(tensor_count, metadata)
+
+    def read_until(self, wanted: str) -> Any:
+        """The value of this key; None if there is no such key."""
+        _, key_count = self._counts()
+        return next((value for key, value in self._pairs(key_count) if key == wanted), None)
+
+    def _counts(self) -> tuple[int, int]:
+        """How many tensors and keys there are."""
         if bytes(self._data[:4]) != MAGIC:
             raise BrokenModel(f"{self._name} is not a GGUF file.")
         self._at = 4
@@ -261,13 +290,12 @@ class _HeaderReader:
         tensor_count, key_count = self._unsigned(8), self._unsigned(8)
         if key_count > MAX_KEYS or tensor_count > MAX_TENSORS:
             raise self._broken(f"it claims {key_count:,} keys and {tensor_count:,} tensors")
-        metadata: dict[str, Any] = {}
-        for _ in range(key_count):
+        return tensor_count, key_count
+
+    def _pairs(self, count: int) -> Iterator[tuple[str, Any]]:
+        for _ in range(count):
             key = self._text(MAX_NAME)
-            if key in metadata:
-                raise self._broken(f"{key!r} is there twice")
-            metadata[key] = self._value(self._unsigned(4), key)
-        return metadata, self._tensors(tensor_count, metadata)
+            yield key, self._value(self._unsigned(4), key)
 
     def _broken(self, why: str) -> BrokenModel:
         return BrokenModel(f"{self._name} is damaged ({why}): download it again.")

@@ -26,9 +26,11 @@ from tests.gguf_files import convert_qwen3
 from tests.mlx_files import convert_sprout
 from tests.scripted_engine import ScriptedEngine
 
-NAMES = ("torch", "compiled", "llamacpp", "mlx", "diffusion", "vllm", "scripted")
+NAMES = ("torch", "compiled", "quantised", "llamacpp", "mlx", "diffusion", "vllm", "scripted")
+"""`quantised`: compiled steps with a GGUF file."""
 EXACT_MODES = ("torch", "llamacpp", "mlx")
 """Compiled steps are always exact."""
+QUANTISED_TYPE = "q8_0"
 DIFFUSION = {"block_length": 4, "steps": 2}
 """Short blocks: a continued reply denoises its last block again."""
 CONTEXT = 512
@@ -40,7 +42,7 @@ SCRIPT = "I think that a plant needs light, water and some time, and so it grows
 
 def missing(name: str) -> str:
     """What this machine lacks to run the engine; empty if nothing."""
-    if name == "compiled" and not any(map(shutil.which, ("cc", "gcc", "clang"))):
+    if name in ("compiled", "quantised") and not any(map(shutil.which, ("cc", "gcc", "clang"))):
         return "NOTHING IS SHOWN HERE: there is no C compiler"
     if name == "llamacpp" and find_spec("xllamacpp") is None:
         return "NOTHING IS SHOWN HERE: xllamacpp is not installed"
@@ -76,6 +78,10 @@ class EngineCases:
         return convert_qwen3(self.sprout, self.folder / "sprout.gguf", self.gguf_type)
 
     @cached_property
+    def quantised_gguf(self) -> Path:
+        return convert_qwen3(self.sprout, self.folder / "quantised.gguf", QUANTISED_TYPE)
+
+    @cached_property
     def mlx(self) -> Path:
         return convert_sprout(self.folder / "mlx")
 
@@ -99,10 +105,11 @@ class EngineCases:
 
                 options = replace(options, compiled=False)
                 return load_torch(self.sprout, vocabulary=self.vocabulary, device=self.device, options=options)
-            case "compiled":
+            case "compiled" | "quantised":
                 from palaver.engines.compiled.engine import load as load_compiled
 
-                return load_compiled(self.sprout, vocabulary=self.vocabulary, options=options)
+                model = self.sprout if name == "compiled" else self.quantised_gguf
+                return load_compiled(model, vocabulary=self.vocabulary, options=options)
             case "llamacpp":
                 from palaver.engines.llamacpp.engine import load as load_llamacpp
 
@@ -127,6 +134,8 @@ class EngineCases:
         """The same engine in a process of its own."""
         common: dict[str, Any] = {"device": self.device, "context": CONTEXT, "max_running": RUNNING}
         match name:
+            case "quantised":
+                return EngineSpec("compiled", self.quantised_gguf, self.vocabulary, compiled=True, **common)
             case "llamacpp":
                 return EngineSpec("llamacpp", self.gguf, self.vocabulary, **common)
             case "mlx":

@@ -1,5 +1,6 @@
-"""What every engine must do, with the embedded model: torch, compiled steps, llama.cpp, MLX, diffusion, vLLM and the
-scripted engine of the tests. What an engine can't do it declares (`EngineInfo.lacks`) and refuses."""
+"""What every engine must do, with the embedded model: torch, compiled steps (with a GGUF file, too), llama.cpp, MLX,
+diffusion, vLLM and the scripted engine of the tests. What an engine can't do it declares (`EngineInfo.lacks`) and
+refuses."""
 
 from __future__ import annotations
 
@@ -200,8 +201,9 @@ async def test_a_reply_goes_on_when_its_process_is_killed(subject: Subject) -> N
         process = hosted.process_id
         assert process is not None
         maps = Path(f"/proc/{process}/maps")
-        if subject.name in ("compiled", "llamacpp") and maps.is_file():
+        if subject.name in ("compiled", "quantised", "llamacpp") and maps.is_file():
             assert "libtorch" not in maps.read_text()
+            assert ("xllamacpp" in maps.read_text()) == (subject.name == "llamacpp")
         outs = await asyncio.gather(*(run_and_kill(hosted, process, prompt, sampling) for prompt in prompts))
         assert hosted.process_id != process
     for prompt, out, expected in zip(prompts, outs, uncut, strict=True):

@@ -106,15 +106,15 @@ async def test_mutated_files_end_in_an_error_or_run(tmp_path: Path, vocabulary: 
 
 def test_the_engine_follows_from_the_files(sprout: Path) -> None:
     gguf, folder = resolve_model(str(sprout)), ResolvedModel(resolve_folder("sprout"))
-    assert pick_engine(gguf) == pick_engine(gguf, "llamacpp") == "llamacpp"
-    assert pick_engine(folder) == pick_engine(folder, "torch") == "torch"
+    for llamacpp in (LoadOptions(engine="llamacpp"), LoadOptions(compiled=False), LoadOptions(gpu_layers=3)):
+        assert pick_engine(gguf, llamacpp) == "llamacpp"
+    assert pick_engine(folder) == pick_engine(folder, LoadOptions(engine="torch")) == "torch"
     with pytest.raises(BadParameter, match="a GGUF file is run by llamacpp"):
-        pick_engine(gguf, "torch")
+        pick_engine(gguf, LoadOptions(engine="torch"))
     with pytest.raises(BadParameter, match="is run by torch"):
-        pick_engine(folder, "llamacpp")
-    for refused in (LoadOptions(compiled=True), LoadOptions(dtype="float32")):
-        with pytest.raises(BadParameter, match="is for a folder"):
-            make_spec(gguf, (), refused)
+        pick_engine(folder, LoadOptions(engine="llamacpp"))
+    with pytest.raises(BadParameter, match="is for a folder"):
+        make_spec(gguf, (), LoadOptions(dtype="float32"))
     with pytest.raises(BadParameter, match="is for a GGUF file"):
         make_spec(folder, (), LoadOptions(gpu_layers=3))
     assert make_spec(gguf, (), LoadOptions(gpu_layers=3)).gpu_layers == 3

@@ -1,4 +1,4 @@
-"""The embedded model with compiled steps, and a GGUF file, answer without torch and transformers."""
+"""The embedded model with compiled steps, and GGUF files, answer without torch and transformers."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 import palaver
-from palaver.engines import loader
+from palaver.engines import loader, machine
 from palaver.engines.core.options import EngineOptions
-from palaver.engines.loader import has_accelerator
+from palaver.engines.machine import has_accelerator
 from palaver.models.resolver import resolve_folder
 from tests.engines.compiler import needs_a_compiler
 from tests.gguf_files import convert_qwen3
@@ -49,7 +49,7 @@ print([name for name in ("torch", "transformers", "sqlalchemy", "pydantic") if n
 RECORD = """
 import os, sys
 
-NAMES = ("torch", "transformers", "palaver.cli", "palaver.engines.llamacpp.engine")
+NAMES = ("torch", "transformers", "xllamacpp", "palaver.cli", "palaver.engines.llamacpp.engine")
 
 def record(event, arguments):
     if event == "import" and arguments[0] in NAMES:
@@ -71,21 +71,33 @@ def test_neither_is_imported(program: str, slow: str) -> None:
     assert imported_by(program) == slow
 
 
-def test_a_gguf_file_needs_neither_in_any_process(tmp_path: Path) -> None:
+@needs_a_compiler
+def test_a_gguf_file_needs_no_library(tmp_path: Path) -> None:
+    """Compiled steps run it in the command's own process."""
+    imports = imported_for_gguf(tmp_path)
+    assert set(imports) == {"palaver.cli"}
+
+
+def test_llamacpp_needs_neither_in_any_process(tmp_path: Path) -> None:
     """In the command, and in the engine process."""
     pytest.importorskip("xllamacpp", reason="NOTHING IS SHOWN HERE: xllamacpp is not installed")
-    file = convert_qwen3(resolve_folder("sprout"), tmp_path / "sprout.gguf")
-    (tmp_path / "sitecustomize.py").write_text(RECORD)
-    search = os.pathsep.join(filter(None, (str(tmp_path), str(SOURCES), os.environ.get("PYTHONPATH"))))
-    command = [sys.executable, "-m", "palaver", "ask", "What is 12 + 30?", "--model", str(file)]
-    command += ["--set", "temperature=0"]
-    environment = os.environ | {"PYTHONPATH": search, "PALAVER_IMPORTS": str(tmp_path / "imports")}
+    imports = imported_for_gguf(tmp_path, "--engine", "llamacpp")
+    assert set(imports) == {"palaver.cli", "palaver.engines.llamacpp.engine"}
+    assert len(set(imports.values())) == 2, "the engine has a process of its own"
+
+
+def imported_for_gguf(folder: Path, *flags: str) -> dict[str, str]:
+    """Which of some modules are imported to answer with a GGUF file, and in which process."""
+    file = convert_qwen3(resolve_folder("sprout"), folder / "sprout.gguf")
+    (folder / "sitecustomize.py").write_text(RECORD)
+    search = os.pathsep.join(filter(None, (str(folder), str(SOURCES), os.environ.get("PYTHONPATH"))))
+    command = [sys.executable, "-m", "palaver", "ask", "What is 12 + 30?", "--model", str(file), "--device", "cpu"]
+    command += ["--set", "temperature=0", *flags]
+    environment = os.environ | {"PYTHONPATH": search, "PALAVER_IMPORTS": str(folder / "imports")}
     done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, env=environment)
     assert done.returncode == 0, done.stderr
     assert "42" in done.stdout
-    imports = dict(line.split()[::-1] for line in (tmp_path / "imports").read_text().splitlines())
-    assert set(imports) == {"palaver.cli", "palaver.engines.llamacpp.engine"}
-    assert len(set(imports.values())) == 2, "the engine has a process of its own"
+    return dict(line.split()[::-1] for line in (folder / "imports").read_text().splitlines())
 
 
 def test_a_plain_decoder_on_torch_needs_no_transformers() -> None:
@@ -111,7 +123,7 @@ def imported_by(program: str) -> str:
 
 def test_an_accelerator_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not loader._may_skip_torch("cuda", None, EngineOptions(), None)
-    monkeypatch.setattr(loader, "ACCELERATOR_FILES", ("/dev/null",))
+    monkeypatch.setattr(machine, "ACCELERATOR_FILES", ("/dev/null",))
     assert has_accelerator()
     assert not loader._may_skip_torch(None, None, EngineOptions(), None)
     assert loader._may_skip_torch("cpu", None, EngineOptions(), None)

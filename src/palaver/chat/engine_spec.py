@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from palaver.engines.compiled.recognition import can_run
 from palaver.engines.diffusion.config import find_diffusion
+from palaver.engines.machine import has_accelerator, has_llamacpp
 from palaver.engines.mlx.loader import is_apple_silicon, is_installed, is_mlx_folder
 from palaver.errors import BadParameter, BrokenModel
 from palaver.models.resolver import ResolvedModel, is_embedded
@@ -20,13 +22,16 @@ if TYPE_CHECKING:
     from palaver.engines.host.frames import EngineSpec
     from palaver.phases import Vocabulary
 
-AUTO, TORCH, LLAMACPP, MLX, DIFFUSION, VLLM = "auto", "torch", "llamacpp", "mlx", "diffusion", "vllm"
-"""The engines, as --engine names them."""
-LOCAL = (TORCH, LLAMACPP, MLX, DIFFUSION, VLLM)
+AUTO, TORCH, COMPILED, LLAMACPP = "auto", "torch", "compiled", "llamacpp"
+MLX, DIFFUSION, VLLM = "mlx", "diffusion", "vllm"
+"""The engines, as --engine names them. COMPILED is for GGUF files: for folders, compiled steps are a part of TORCH."""
+LOCAL = (TORCH, COMPILED, LLAMACPP, MLX, DIFFUSION, VLLM)
 REMOTE = "remote"
 """A server elsewhere, which --engine names by its address."""
 RAY = "ray"
 """Replicas on a Ray cluster, which --engine names by its address."""
+ADAPTABLE = (TORCH, LLAMACPP, MLX, DIFFUSION, VLLM)
+"""Engines that take LoRA adapters."""
 HOSTED = (LLAMACPP, VLLM, REMOTE, RAY)
 """Engines that always run in a process of their own."""
 ELSEWHERE = (REMOTE, RAY)
@@ -38,6 +43,7 @@ STATES = Path("cache", "states")
 """The folder of `LoadOptions.states` in the data folder."""
 ENGINE_FILES = {
     TORCH: "a folder with config.json and safetensors",
+    COMPILED: "a GGUF file of a plain decoder",
     LLAMACPP: "a GGUF file",
     MLX: "a folder for MLX",
     DIFFUSION: "a folder of a diffusion model",
@@ -46,6 +52,8 @@ ENGINE_FILES = {
     RAY: "a model on a Ray cluster",
 }
 """What each engine runs."""
+FITTING = {TORCH: (TORCH, MLX, DIFFUSION, VLLM), LLAMACPP: (LLAMACPP, COMPILED)}
+"""The engines that --engine may name, by the one that files are made for; of others only that one."""
 
 
 NOT_FOR_THIS_MACHINE = (
@@ -66,7 +74,7 @@ class LoadOptions:
     dtype: str | None = None
     exact: bool = False
     compiled: bool | None = None
-    """Compiled steps: None where they can be used, True required, False never."""
+    """Compiled steps: None where they can be used, True required, False never (llama.cpp then runs a GGUF file)."""
     cache_bytes: int | None = None
     """The bound on the KV cache. None: a share of the free memory."""
     max_running: int | None = None
@@ -86,7 +94,7 @@ class LoadOptions:
     mmproj: Path | None = None
     """The projector of a GGUF model that sees or hears. None: the one beside the model's file, if there is one."""
     states: Path | None = None
-    """The folder in which the states of conversations with a GGUF model outlive a restart. None: they don't."""
+    """The folder in which llama.cpp's states of conversations outlive a restart. None: they don't."""
     approximate_cache: bool = False
     """Whether a bidirectional diffusion model computes the text before a block once a block. See `EngineOptions`."""
 
@@ -116,25 +124,27 @@ def is_address(engine: str) -> bool:
     return bool(REMOTE_ADDRESS.fullmatch(engine) or RAY_ADDRESS.fullmatch(engine))
 
 
-def pick_engine(model: ResolvedModel, engine: str = AUTO, needs_torch: bool = False) -> str:
+def pick_engine(model: ResolvedModel, loading: LoadOptions = LoadOptions()) -> str:  # noqa: B008 - frozen
     """By the kind of the files and of the machine. Raises BadParameter if one is named that can't run the files.
 
     On Apple silicon MLX runs folders: its own ones always, others where it is installed, unless an option needs torch.
     """
+    engine = loading.engine
     if REMOTE_ADDRESS.fullmatch(engine):
         return REMOTE
     if RAY_ADDRESS.fullmatch(engine):
         return RAY
     kind = file_kind(model)
-    fitting = (TORCH, MLX, DIFFUSION, VLLM) if kind == TORCH else (kind,)
-    if engine not in (AUTO, *fitting):
+    if engine not in (AUTO, *FITTING.get(kind, (kind,))):
         raise BadParameter("--engine", engine, f"{ENGINE_FILES[kind]} is run by {kind}")
     if engine != AUTO:
         return engine
     if kind == MLX and not is_apple_silicon():
         raise BrokenModel(NOT_FOR_THIS_MACHINE.format(name=model.folder.name))
-    if kind == TORCH and not needs_torch and _prefers_mlx(model):
+    if kind == TORCH and not loading.needs_torch and _prefers_mlx(model):
         return MLX
+    if model.gguf is not None and _prefers_compiled(model, loading):
+        return COMPILED
     return kind
 
 
@@ -147,6 +157,20 @@ def file_kind(model: ResolvedModel) -> str:
     return MLX if is_mlx_folder(model.folder) else TORCH
 
 
+def _prefers_compiled(model: ResolvedModel, loading: LoadOptions) -> bool:
+    """Whether compiled steps run a GGUF file: they are required, or can do all that is asked for on this machine.
+
+    They are tried on Linux. Where there is a GPU, llama.cpp may use it."""
+    if loading.compiled is not None:
+        return loading.compiled
+    needs = (loading.adapter, model.adapter, loading.mmproj, model.mmproj, loading.gpu_layers)
+    if any(option is not None for option in needs) or loading.device not in (None, "cpu"):
+        return False
+    elsewhere = sys.platform != "linux" or (loading.device is None and has_accelerator())
+    assert model.gguf is not None
+    return not (elsewhere and has_llamacpp()) and can_run(model.gguf)
+
+
 def _prefers_mlx(model: ResolvedModel) -> bool:
     """The embedded models are run by the compiled decoder, which is quicker for their size."""
     needs_torch = model.adapter is not None or model.quantize_bits is not None or is_embedded(model.folder)
@@ -155,15 +179,18 @@ def _prefers_mlx(model: ResolvedModel) -> bool:
 
 def check_engine_options(model: ResolvedModel, loading: LoadOptions) -> str:
     """The engine that runs the model. Raises BadParameter for options that it doesn't have."""
-    engine = pick_engine(model, loading.engine, loading.needs_torch)
+    engine = pick_engine(model, loading)
+    if engine == COMPILED and loading.device not in (None, "cpu"):
+        raise BadParameter("--device", loading.device, "compiled steps run on the CPU")
+    compiling = (COMPILED,) if model.gguf is not None else (TORCH, VLLM)
     for name, value, engines in (
         ("--gpu-layers", loading.gpu_layers, (LLAMACPP,)),
         ("--mmproj", loading.mmproj, (LLAMACPP,)),
         ("--approximate-cache", loading.approximate_cache or None, (DIFFUSION,)),
-        ("--compile", loading.compiled, (TORCH, VLLM)),
+        ("--compile", loading.compiled, compiling if loading.compiled else (TORCH, VLLM, LLAMACPP)),
         ("--dtype", loading.dtype, (TORCH, MLX, DIFFUSION, VLLM)),
-        ("--adapter", loading.adapter or model.adapter, LOCAL),
-        ("--exact", loading.exact or None, (TORCH, LLAMACPP, MLX, DIFFUSION)),
+        ("--adapter", loading.adapter or model.adapter, ADAPTABLE),
+        ("--exact", loading.exact or None, (TORCH, COMPILED, LLAMACPP, MLX, DIFFUSION)),
         ("--native-sampling", loading.native_sampling or None, (VLLM,)),
         ("--kv-cache-memory", loading.cache_bytes, LOCAL),
         ("--device", loading.device, LOCAL),
@@ -171,7 +198,7 @@ def check_engine_options(model: ResolvedModel, loading: LoadOptions) -> str:
     ):
         if value is not None and engine not in engines:
             kind = engines[0]
-            chosen = kind in (file_kind(model), VLLM)
+            chosen = kind in (file_kind(model), COMPILED, VLLM)
             why = f"needs --engine {kind}" if chosen else f"is for {ENGINE_FILES[kind]}"
             raise BadParameter(name, value, why)
     return engine
@@ -197,7 +224,7 @@ def make_spec(model: ResolvedModel, vocabulary: Vocabulary, loading: LoadOptions
         quantize_bits=model.quantize_bits,
         exact=loading.exact,
         context=model.context_length,
-        compiled=loading.compiled,
+        compiled=True if loading.engine == COMPILED else loading.compiled,
         cache_bytes=loading.cache_bytes,
         max_running=loading.max_running,
         gpu_layers=loading.gpu_layers,

@@ -455,27 +455,28 @@ async def load_engine(
 
     `child` is a process for the host that was started ahead.
     """
-    from palaver.chat.engine_spec import DIFFUSION, HOSTED, MLX, check_engine_options, make_spec
+    from palaver.chat.engine_spec import COMPILED, DIFFUSION, HOSTED, LLAMACPP, MLX, check_engine_options
     from palaver.memory import no_collections
 
     engine = check_engine_options(model, options)
     vocabulary, device, dtype = tokenizer.vocabulary, options.device, options.dtype
     if engine in HOSTED:
-        from palaver.engines.host.supervisor import HostedEngine
-
-        hosted = HostedEngine(make_spec(model, vocabulary, replace(options, max_running=1)), child=child)
-        await hosted.start()
-        return hosted
+        return await _start_host(model, tokenizer, options, child)
     with no_collections():
         from palaver.engines.core.options import EngineOptions
         from palaver.engines.loader import load_engine as load_folder
+        from palaver.engines.loader import load_gguf
 
     here = EngineOptions(
         exact=options.exact,
         context=model.context_length,
-        compiled=options.compiled,
+        compiled=True if options.engine == COMPILED else options.compiled,
         approximate_cache=options.approximate_cache,
     )
+    if engine == COMPILED:
+        assert model.gguf is not None
+        loaded = load_gguf(model.gguf, vocabulary=vocabulary, options=here)
+        return loaded or await _start_host(model, tokenizer, replace(options, engine=LLAMACPP), None)
     if engine == MLX:
         from palaver.engines.mlx.engine import load as load_mlx
 
@@ -493,6 +494,17 @@ async def load_engine(
 
         return load_diffusion(model.folder, trained=model.diffusion, **common)
     return load_folder(model.folder, **common)
+
+
+async def _start_host(
+    model: ResolvedModel, tokenizer: FastTokenizer, options: LoadOptions, child: ChildProcess | None
+) -> Engine:
+    from palaver.chat.engine_spec import make_spec
+    from palaver.engines.host.supervisor import HostedEngine
+
+    hosted = HostedEngine(make_spec(model, tokenizer.vocabulary, replace(options, max_running=1)), child=child)
+    await hosted.start()
+    return hosted
 
 
 async def _read_parts(model: Model, question: Question) -> list[Part]:

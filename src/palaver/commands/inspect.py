@@ -72,7 +72,7 @@ def inspect(
 
 
 def _describe_fit(model: ResolvedModel, engine: str, options: LoadOptions) -> str:
-    from palaver.chat.engine_spec import DIFFUSION, ELSEWHERE, MLX
+    from palaver.chat.engine_spec import COMPILED, DIFFUSION, ELSEWHERE, MLX
 
     if engine in ELSEWHERE:
         return strings.INSPECT_ELSEWHERE
@@ -80,6 +80,10 @@ def _describe_fit(model: ResolvedModel, engine: str, options: LoadOptions) -> st
         from palaver.engines.mlx.engine import describe_fit as describe_mlx_fit
 
         return describe_mlx_fit(model.folder, options.device, options.dtype)
+    if engine == COMPILED and model.gguf is not None:
+        from palaver.engines.loader import describe_gguf_fit
+
+        return describe_gguf_fit(model.gguf)
     if model.gguf is not None:
         from palaver.engines.llamacpp.engine import fit
         from palaver.gguf import read_gguf
@@ -93,10 +97,11 @@ def _describe_fit(model: ResolvedModel, engine: str, options: LoadOptions) -> st
 
 
 def _describe_choice(model: ResolvedModel, engine: str, options: LoadOptions) -> Iterator[tuple[str, str]]:
-    from palaver.chat.engine_spec import AUTO, ENGINE_FILES, file_kind
+    from palaver.chat.engine_spec import AUTO, COMPILED, ENGINE_FILES, file_kind
 
     because = strings.INSPECT_BECAUSE if options.engine == AUTO else strings.INSPECT_CHOSEN
-    yield strings.INSPECT_ENGINE, because.format(engine=engine, files=ENGINE_FILES[file_kind(model)])
+    files = ENGINE_FILES[COMPILED if engine == COMPILED else file_kind(model)]
+    yield strings.INSPECT_ENGINE, because.format(engine=engine, files=files)
 
 
 def _describe_speed(speed: float) -> Iterator[tuple[str, str]]:

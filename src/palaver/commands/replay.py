@@ -60,7 +60,7 @@ def _recorded_options(recorded: Fingerprints, options: LoadOptions) -> LoadOptio
     """Load options as recorded with the reply; explicit flags take precedence."""
     from dataclasses import replace
 
-    from palaver.chat.engine_spec import MLX, VLLM
+    from palaver.chat.engine_spec import LLAMACPP, MLX, VLLM
     from palaver.engines.base import (
         APPROXIMATE_RUNNER,
         BATCHED,
@@ -81,12 +81,14 @@ def _recorded_options(recorded: Fingerprints, options: LoadOptions) -> LoadOptio
     exact = options.exact or (original.exactness != BATCHED and not compiled)
     device = options.device or ("cpu" if original.device == "cpu" else None)
     if original.runner == LLAMACPP_RUNNER:  # some types of weights are exact with their cache in the ordinary mode, too
-        return replace(options, device=device, exact=options.exact or EXACT_CACHE in original.build)
+        exact = options.exact or EXACT_CACHE in original.build
+        return replace(options, device=device, exact=exact, engine=LLAMACPP)
     if original.runner == MLX_RUNNER:
         return replace(options, device=device, exact=exact, engine=MLX)
     if original.runner == VLLM_RUNNER:
         return replace(options, dtype=original.dtype, engine=VLLM, native_sampling=original.sampler == NATIVE_SAMPLER)
-    dtype = options.dtype or (original.dtype if original.device == "cpu" else None)
+    recorded_dtype = original.dtype if original.device == "cpu" and not compiled else None
+    dtype = options.dtype or recorded_dtype  # compiled steps compute in float32, whatever the type of the weights
     if original.runner in (DIFFUSION_RUNNER, APPROXIMATE_RUNNER):
         return replace(options, device=device, dtype=dtype, approximate_cache=original.runner == APPROXIMATE_RUNNER)
     return replace(

@@ -1,21 +1,18 @@
-"""Picks the engine for a model's folder. Plain decoders with compiled steps load without torch and transformers."""
+"""Picks the engine for a model's folder or GGUF file. Plain decoders with compiled steps load without torch,
+transformers and llama.cpp."""
 
 from __future__ import annotations
 
-import platform
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from palaver.engines.core.engine import LocalEngine
 from palaver.engines.core.options import EngineOptions
 from palaver.engines.core.runner import UnsupportedModel
-from palaver.errors import ModelError
+from palaver.engines.machine import has_accelerator, has_llamacpp
+from palaver.errors import CantCompile, ModelError
 from palaver.memory import no_collections
 from palaver.phases import Vocabulary
-
-ACCELERATOR_FILES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg", "/dev/kfd", "/dev/nvhost-gpu")
-"""Devices of NVIDIA's and AMD's drivers, and of Windows in a Linux subsystem."""
 
 
 def load_engine(
@@ -58,6 +55,31 @@ def load_engine(
     )
 
 
+def load_gguf(
+    file: Path,
+    *,
+    vocabulary: Vocabulary,
+    options: EngineOptions,
+    on_failure: Callable[[BaseException], None] | None = None,
+) -> LocalEngine | None:
+    """Loads a GGUF file with compiled steps and starts its thread. Returns None where llama.cpp must run it.
+
+    Raises a ModelError where compiled steps are required, or llama.cpp is not installed.
+    """
+    from palaver.engines.compiled.engine import load as load_compiled
+
+    failure: ModelError
+    try:
+        return load_compiled(file, vocabulary=vocabulary, options=options, on_failure=on_failure)
+    except UnsupportedModel as error:
+        failure = CantCompile(str(error))
+    except ModelError as error:
+        failure = error
+    if options.compiled or not has_llamacpp():
+        raise failure
+    return None
+
+
 def describe_fit(
     model: str | Path, device: str | None = None, dtype: str | None = None, compiled: bool | None = None
 ) -> str:
@@ -74,18 +96,19 @@ def describe_fit(
     return describe_torch_fit(model, device, dtype, compiled)
 
 
+def describe_gguf_fit(file: Path) -> str:
+    """The same of a GGUF file with compiled steps. Raises CantCompile where they can't run it."""
+    from palaver.engines.compiled.engine import describe_fit as describe_compiled_fit
+
+    try:
+        return describe_compiled_fit(file)
+    except UnsupportedModel as error:
+        raise CantCompile(str(error)) from error
+
+
 def _may_skip_torch(device: str | None, dtype: str | None, options: EngineOptions, adapter: Path | None) -> bool:
     """Whether compiled steps are wanted: by default on the CPU, where there is no accelerator that torch may use."""
     if options.compiled is False or not options.fused or adapter is not None:
         return False
     on_cpu = device == "cpu" or (device is None and not has_accelerator())
     return on_cpu and dtype in (None, "float32")
-
-
-def has_accelerator() -> bool:
-    """Whether the machine seems to have a GPU, without asking a framework. If in doubt, yes."""
-    if sys.platform == "darwin":
-        return platform.machine() == "arm64"
-    if sys.platform == "win32":
-        return True
-    return any(Path(path).exists() for path in ACCELERATOR_FILES)

@@ -61,10 +61,7 @@ def load_compiled_library() -> Library:
     another processor, would end the process that uses it. Such a file is built anew. Its hash is stored once it has
     passed, so that the next start need not try it again. Without a compiler an earlier build is used.
     """
-    from platformdirs import user_cache_path  # imported only where something is built
-
-    cache = user_cache_path("palaver") / "compiled"
-    source = _source_key()
+    cache, source = _cache(), _source_key()
     try:
         compiler = _find_compiler()
     except CantCompile:
@@ -84,6 +81,21 @@ def load_compiled_library() -> Library:
             built.replace(path)  # atomic: others may build and load it at the same time
             _record_pass(path)
     return _load(path)
+
+
+def can_build() -> bool:
+    """Whether there is a compiler, or an earlier build."""
+    try:
+        _find_compiler()
+    except CantCompile:
+        return any(_cache().glob(f"step-{_source_key()}-*.so"))
+    return True
+
+
+def _cache() -> Path:
+    from platformdirs import user_cache_path  # imported only where something is built
+
+    return user_cache_path("palaver") / "compiled"
 
 
 def _load(path: Path) -> Library:

@@ -166,7 +166,7 @@ ALWAYS void expand_quantised(int bits, int64_t dtype, const char *panel, int64_t
         vec scale[WIDE], offset[WIDE];
         for (int k = 0; k < WIDE; k++) group_scale(dtype, at.block, at.index, k, scale + k, offset + k);
         for (int64_t octet = 0; octet < group_inputs(bits); octet += OCTET, at.quants += bits) {
-            fetch((const char *)at.quants + AHEAD, PANEL * bits);
+            fetch(at.quants + SHALLOW / OCTET * bits, PANEL * bits); /* what is expanded next */
             for (int64_t start = 0; start < OCTET; start += inputs_of_step(bits))
                 UNROLLED for (int j = 0; j < inputs_of_step(bits); j++) {
                     words all_four = words_of(bits, at.quants, start, j);
@@ -335,135 +335,158 @@ static void read_output(const matrix *by, int64_t output, float *y, float *expan
 
 /* packing */
 
-/* A block of PANEL outputs, taken apart. */
+/* A block of one output, taken apart: what each number of it takes in a panel. */
 typedef struct {
-    uint16_t scales[PANEL], minimums[PANEL]; /* float16 */
-    uint8_t group_scales[16][PANEL], group_minimums[16][PANEL];
-    uint8_t quants[MAX_BLOCK][PANEL];
+    uint16_t scale, minimum; /* float16 */
+    uint8_t group_scales[16], group_minimums[16];
+    uint8_t quants[MAX_BLOCK];
 } unpacked;
 
 /* 32 numbers of four bits, and of five where `upper` is not NULL. */
-static void unpack_nibbles(const uint8_t *lower, const uint8_t *upper, int output, unpacked *to) {
-    for (int j = 0; j < 16; j++) {
-        to->quants[j][output] = lower[j] & 15, to->quants[j + 16][output] = lower[j] >> 4;
-        if (!upper) continue;
-        to->quants[j][output] |= (upper[j / 8] >> j % 8 & 1) << 4;
-        to->quants[j + 16][output] |= (upper[2 + j / 8] >> j % 8 & 1) << 4;
-    }
+ALWAYS void unpack_nibbles(const uint8_t *lower, const uint8_t *upper, unpacked *to) {
+    uint32_t bits = 0;
+    if (upper) memcpy(&bits, upper, 4);
+    for (int j = 0; j < 16; j++) to->quants[j] = (lower[j] & 15) | (bits >> j & 1) << 4;
+    for (int j = 0; j < 16; j++) to->quants[j + 16] = lower[j] >> 4 | (bits >> (j + 16) & 1) << 4;
 }
 
 /* 8 scales and 8 minimums of six bits in 12 bytes. */
-static void unpack_six_bits(const uint8_t *from, int output, unpacked *to) {
+ALWAYS void unpack_six_bits(const uint8_t *from, unpacked *to) {
     for (int j = 0; j < 4; j++) {
-        to->group_scales[j][output] = from[j] & 63, to->group_minimums[j][output] = from[j + 4] & 63;
-        to->group_scales[j + 4][output] = (from[j + 8] & 15) | from[j] >> 6 << 4;
-        to->group_minimums[j + 4][output] = from[j + 8] >> 4 | from[j + 4] >> 6 << 4;
+        to->group_scales[j] = from[j] & 63, to->group_minimums[j] = from[j + 4] & 63;
+        to->group_scales[j + 4] = (from[j + 8] & 15) | from[j] >> 6 << 4;
+        to->group_minimums[j + 4] = from[j + 8] >> 4 | from[j + 4] >> 6 << 4;
     }
 }
 
 /* 256 numbers of four bits, and of five where `upper` is not NULL. */
-static void unpack_k(const uint8_t *lower, const uint8_t *upper, int output, unpacked *to) {
+ALWAYS void unpack_k(const uint8_t *lower, const uint8_t *upper, unpacked *to) {
     for (int part = 0; part < 4; part++)
         for (int j = 0; j < 32; j++) {
-            int i = 64 * part + j, byte = lower[32 * part + j], high = upper ? upper[j] >> 2 * part : 0;
-            to->quants[i][output] = (byte & 15) | (high & 1) << 4;
-            to->quants[i + 32][output] = byte >> 4 | (high & 2) << 3;
+            uint8_t byte = lower[32 * part + j], high = upper ? upper[j] >> 2 * part : 0;
+            to->quants[64 * part + j] = (byte & 15) | (high & 1) << 4;
+            to->quants[64 * part + 32 + j] = byte >> 4 | (high & 2) << 3;
         }
 }
 
-static void unpack_q6_k(const uint8_t *lower, const uint8_t *upper, const uint8_t *scales, int output, unpacked *to) {
+ALWAYS void unpack_q6_k(const uint8_t *lower, const uint8_t *upper, const uint8_t *scales, unpacked *to) {
     for (int half = 0; half < 2; half++, lower += 64, upper += 32)
         for (int j = 0; j < 32; j++) {
-            uint8_t(*to_quants)[PANEL] = to->quants + 128 * half + j;
-            to_quants[0][output] = (lower[j] & 15) | (upper[j] & 3) << 4;
-            to_quants[32][output] = (lower[j + 32] & 15) | (upper[j] >> 2 & 3) << 4;
-            to_quants[64][output] = lower[j] >> 4 | (upper[j] >> 4 & 3) << 4;
-            to_quants[96][output] = lower[j + 32] >> 4 | upper[j] >> 6 << 4;
+            uint8_t *quants = to->quants + 128 * half + j;
+            quants[0] = (lower[j] & 15) | (upper[j] & 3) << 4;
+            quants[32] = (lower[j + 32] & 15) | (upper[j] >> 2 & 3) << 4;
+            quants[64] = lower[j] >> 4 | (upper[j] >> 4 & 3) << 4;
+            quants[96] = lower[j + 32] >> 4 | upper[j] >> 6 << 4;
         }
-    for (int j = 0; j < 16; j++) to->group_scales[j][output] = scales[j] ^ 128; /* from -128..127 to 0..255 */
+    for (int j = 0; j < 16; j++) to->group_scales[j] = scales[j] ^ 128; /* from -128..127 to 0..255 */
 }
 
-/* A block of one output, as it lies in a GGUF file. */
-static void unpack_block(int64_t dtype, const uint8_t *from, int output, unpacked *to) {
-    memcpy(&to->scales[output], from + (dtype == Q6_K ? 208 : 0), 2);
-    if (LAYOUTS[dtype].zero < 0) memcpy(&to->minimums[output], from + 2, 2);
+/* A block as it lies in a GGUF file. */
+static void unpack(int64_t dtype, const uint8_t *from, unpacked *to) {
+    memcpy(&to->scale, from + (dtype == Q6_K ? 208 : 0), 2);
+    memcpy(&to->minimum, from + 2, 2);
     switch (dtype) {
         case Q8_0:
-            for (int j = 0; j < 32; j++) to->quants[j][output] = from[2 + j] ^ 128;
+            for (int j = 0; j < 32; j++) to->quants[j] = from[2 + j] ^ 128;
             break;
-        case Q4_0: unpack_nibbles(from + 2, NULL, output, to); break;
-        case Q4_1: unpack_nibbles(from + 4, NULL, output, to); break;
-        case Q5_0: unpack_nibbles(from + 6, from + 2, output, to); break;
-        case Q5_1: unpack_nibbles(from + 8, from + 4, output, to); break;
-        case Q4_K: unpack_six_bits(from + 4, output, to), unpack_k(from + 16, NULL, output, to); break;
-        case Q5_K: unpack_six_bits(from + 4, output, to), unpack_k(from + 48, from + 16, output, to); break;
-        case Q6_K: unpack_q6_k(from, from + 128, from + 192, output, to); break;
+        case Q4_0: unpack_nibbles(from + 2, NULL, to); break;
+        case Q4_1: unpack_nibbles(from + 4, NULL, to); break;
+        case Q5_0: unpack_nibbles(from + 6, from + 2, to); break;
+        case Q5_1: unpack_nibbles(from + 8, from + 4, to); break;
+        case Q4_K: unpack_six_bits(from + 4, to), unpack_k(from + 16, NULL, to); break;
+        case Q5_K: unpack_six_bits(from + 4, to), unpack_k(from + 48, from + 16, to); break;
+        case Q6_K: unpack_q6_k(from, from + 128, from + 192, to); break;
     }
 }
 
-/* A byte of each output as words: vector k has byte k. */
-ALWAYS void pack_bytes(const uint8_t *from, uint32_t *to) {
-    for (int lane = 0; lane < LANES; lane++)
-        to[lane] = from[lane] | (uint32_t)from[LANES + lane] << 8 | (uint32_t)from[2 * LANES + lane] << 16 |
-                   (uint32_t)from[3 * LANES + lane] << 24;
+/* The numbers of eight inputs as `bits` bytes. */
+ALWAYS void join_octet(int bits, const uint8_t *from, uint8_t *to) {
+    uint64_t eight;
+    memcpy(&eight, from, OCTET);
+    if (bits == 8) memcpy(to, &eight, OCTET);
+    if (bits == 8) return;
+    uint64_t lower = eight & 0x0f0f0f0f0f0f0f0f, upper = eight >> 4 & 0x0303030303030303;
+    lower = (lower | lower >> 4) & 0x00ff00ff00ff00ff; /* two numbers a byte, in every second byte */
+    lower = (lower | lower >> 8) & 0x0000ffff0000ffff;
+    lower |= lower >> 16;
+    memcpy(to, &lower, 4);
+    if (bits == 5) {
+        uint8_t all_bits = upper * 0x0102040810204080 >> 56; /* that of number j is bit j */
+        to[4] = all_bits << 4 | all_bits >> 4;
+    }
+    if (bits == 6) {
+        upper = (upper | upper >> 6) & 0x000f000f000f000f;
+        upper |= upper >> 12;
+        to[4] = upper, to[5] = upper >> 32;
+    }
 }
 
-/* The numbers of eight inputs, `bits` bits of each. */
-ALWAYS void pack_octet(int bits, uint8_t (*from)[PANEL], uint32_t *to) {
-    uint8_t bytes[OCTET][PANEL] = {{0}}; /* as many of them as numbers have bits */
-    for (int j = 0; j < OCTET; j++)
-        for (int output = 0; output < PANEL; output++) {
-            uint8_t number = from[j][output];
-            if (bits == 8) bytes[j][output] = number;
-            else bytes[j / 2][output] |= (number & 15) << 4 * (j % 2);
-            if (bits == 5) bytes[4][output] |= (number >> 4) << (j + 4) % 8;
-            if (bits == 6) bytes[4 + j / 4][output] |= (number >> 4) << 2 * (j % 4);
-        }
-    for (int j = 0; j < bits; j++) pack_bytes(bytes[j], to + j * LANES);
+ALWAYS void join_octets(int bits, int inputs, const uint8_t *from, uint8_t *to) {
+    for (int i = 0; i < inputs; i += OCTET, to += bits) join_octet(bits, from + i, to);
 }
 
-ALWAYS void pack_quants(int bits, int inputs, uint8_t (*from)[PANEL], char *to) {
-    for (int i = 0; i < inputs; i += OCTET) pack_octet(bits, from + i, (uint32_t *)(to + i * PANEL * bits / 8));
-}
+#define MAX_BYTES (32 + MAX_BLOCK) /* of one output: scales and minimums of groups, and numbers */
 
-static void pack_block(int64_t dtype, unpacked *from, char *to) {
+/* What a block of one output takes in a panel behind its scale and minimum. Returns the number of bytes. */
+static int join_block(int64_t dtype, const unpacked *from, uint8_t *to) {
     const layout *l = LAYOUTS + dtype;
-    char *quants = to + l->scale_bytes;
-    memcpy(to, from->scales, HALVES), to += HALVES;
-    if (l->zero < 0) memcpy(to, from->minimums, HALVES), to += HALVES;
-    for (int group = 0; to < quants; group++) {
-        pack_bytes(from->group_scales[group], (uint32_t *)to), to += PANEL;
-        if (l->zero < 0) pack_bytes(from->group_minimums[group], (uint32_t *)to), to += PANEL;
+    uint8_t *start = to;
+    for (int group = 0; l->inputs == 256 && group < 256 / group_inputs(l->bits); group++) {
+        *to++ = from->group_scales[group];
+        if (l->zero < 0) *to++ = from->group_minimums[group];
     }
     switch (l->bits) {
-        case 4: pack_quants(4, l->inputs, from->quants, quants); break;
-        case 5: pack_quants(5, l->inputs, from->quants, quants); break;
-        case 6: pack_quants(6, l->inputs, from->quants, quants); break;
-        default: pack_quants(8, l->inputs, from->quants, quants);
+        case 4: join_octets(4, l->inputs, from->quants, to); break;
+        case 5: join_octets(5, l->inputs, from->quants, to); break;
+        case 6: join_octets(6, l->inputs, from->quants, to); break;
+        default: join_octets(8, l->inputs, from->quants, to);
     }
+    return (int)(to - start) + l->inputs * l->bits / 8;
 }
 
 /* One panel of quantised weights, of `outputs` outputs; the others get weights of 0. */
 static void pack_quantised(int64_t dtype, const uint8_t *from, int64_t outputs, int64_t inputs, char *to) {
     const layout *l = LAYOUTS + dtype;
     int64_t row_bytes = inputs / l->inputs * l->file_bytes;
-    unpacked block;
-    memset(&block, 0, sizeof block);
-    for (int64_t at = 0; at < inputs / l->inputs; at++, to += block_bytes(dtype)) {
-        for (int output = 0; output < outputs; output++)
-            unpack_block(dtype, from + output * row_bytes + at * l->file_bytes, output, &block);
-        pack_block(dtype, &block, to);
+    uint16_t scales[PANEL] = {0}, minimums[PANEL] = {0};
+    uint8_t bytes[PANEL][MAX_BYTES] = {{0}};
+    for (int64_t block = 0; block < inputs / l->inputs; block++) {
+        int count = 0;
+        for (int output = 0; output < outputs; output++) {
+            unpacked one;
+            unpack(dtype, from + output * row_bytes + block * l->file_bytes, &one);
+            scales[output] = one.scale, minimums[output] = one.minimum;
+            count = join_block(dtype, &one, bytes[output]);
+        }
+        memcpy(to, scales, HALVES), to += HALVES;
+        if (l->zero < 0) memcpy(to, minimums, HALVES), to += HALVES;
+        for (int at = 0; at < count; at++, to += PANEL) {
+            uint32_t *word = (uint32_t *)to; /* vector k has byte k */
+            for (int lane = 0; lane < LANES; lane++)
+                word[lane] = bytes[lane][at] | (uint32_t)bytes[LANES + lane][at] << 8 |
+                             (uint32_t)bytes[2 * LANES + lane][at] << 16 | (uint32_t)bytes[3 * LANES + lane][at] << 24;
+        }
     }
 }
 
-/* One panel of floats of so many bytes. */
-ALWAYS void pack_floats(int size, int interleaves, const char *from, int64_t outputs, int64_t inputs, char *to) {
+static void pack_float32(const float *from, int64_t outputs, int64_t inputs, float *to) {
     for (int64_t start = 0; start < inputs; start += PANEL) /* both sides of this part stay in the cache */
-        for (int64_t output = 0; output < outputs; output++) {
-            int64_t vector = output / LANES, lane = output % LANES;
-            int64_t at = interleaves ? vector / 2 * 2 * LANES + 2 * lane + vector % 2 : output;
-            for (int64_t i = start; i < at_most(inputs, start + PANEL); i++)
-                memcpy(to + (i * PANEL + at) * size, from + (output * inputs + i) * size, size);
+        for (int64_t output = 0; output < outputs; output++)
+            for (int64_t i = start, stop = at_most(inputs, start + PANEL); i < stop; i++)
+                to[i * PANEL + output] = from[output * inputs + i];
+}
+
+/* Two outputs share a word: neighbours, or those in the same lane of two vectors. */
+static void pack_16_bits(int interleaves, const uint16_t *from, int64_t outputs, int64_t inputs, uint32_t *to) {
+    for (int64_t start = 0; start < inputs; start += PANEL)
+        for (int64_t word = 0; word < PANEL / 2; word++) {
+            int64_t first = interleaves ? word / LANES * 2 * LANES + word % LANES : 2 * word;
+            int64_t second = interleaves ? first + LANES : first + 1;
+            for (int64_t i = start, stop = at_most(inputs, start + PANEL); i < stop; i++) {
+                uint32_t lower = first < outputs ? from[first * inputs + i] : 0;
+                uint32_t upper = second < outputs ? from[second * inputs + i] : 0;
+                to[i * PANEL / 2 + word] = lower | upper << 16;
+            }
         }
 }
 
@@ -480,7 +503,7 @@ void palaver_pack(int64_t dtype, const void *from, int64_t outputs, int64_t inpu
         char *packed = (char *)to + panel * panel_bytes(dtype, inputs);
         int64_t count = at_most(outputs - panel * PANEL, PANEL);
         if (is_quantised(dtype)) pack_quantised(dtype, (const uint8_t *)rows, count, inputs, packed);
-        else if (dtype == FLOAT32) pack_floats(4, 0, rows, count, inputs, packed);
-        else pack_floats(2, dtype == BFLOAT16, rows, count, inputs, packed);
+        else if (dtype == FLOAT32) pack_float32((const float *)rows, count, inputs, (float *)packed);
+        else pack_16_bits(dtype == BFLOAT16, (const uint16_t *)rows, count, inputs, (uint32_t *)packed);
     }
 }

@@ -8,13 +8,15 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any
 
 from palaver.errors import BrokenModel, NoWeights, UnknownModel, UnsafeWeights
-from palaver.gguf import GGUFHeader
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from palaver.gguf import GGUFHeader
 
 PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 MAX_HEADER = 100_000_000

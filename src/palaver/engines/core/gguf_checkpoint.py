@@ -14,13 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from palaver.engines.core.checkpoint import Checkpoint, StoredTensor
-from palaver.engines.core.decoder_config import layer_prefix
+from palaver.engines.core.decoder_config import FAMILIES, layer_prefix
 from palaver.engines.core.runner import UnsupportedModel
 from palaver.errors import BrokenModel
 from palaver.gguf import GGUFHeader, Tensor, read_gguf
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3")
-"""Mistral is a llama here."""
 PAIRED = {"llama": ("attn_q", "attn_k")}
 """The tensors whose rows lie in pairs that turn together, by architecture."""
 ROPE_FACTORS = "rope_freqs.weight"
@@ -85,7 +83,7 @@ def open_gguf_checkpoint(file: Path) -> Checkpoint:
 
 def _settings(header: GGUFHeader) -> dict[str, Any]:
     """The settings of the architecture. Raises UnsupportedModel where one is not known or can't be followed."""
-    _require(header.architecture in ARCHITECTURES, "it is of another kind")
+    _require(header.architecture in FAMILIES, "it is of another kind")
     _require(header.metadata.get("general.type", "model") == "model", "it is no model")
     prefix = f"{header.architecture}."
     settings = {key.removeprefix(prefix): value for key, value in header.metadata.items() if key.startswith(prefix)}

@@ -54,6 +54,7 @@ def make_engine(spec: EngineSpec, progress: LoadProgress, weights: Weights | Non
     """Loads the engine that a spec describes. `weights`: of a GGUF file, which are loaded ahead."""
     loaders: dict[str, Callable[[EngineSpec, LoadProgress], ChildEngine]] = {
         "torch": _load_folder,
+        "compiled": partial(_load_gguf, weights=weights),
         "llamacpp": partial(_load_llamacpp, weights=weights),
         "mlx": _load_mlx,
         "diffusion": _load_diffusion,
@@ -83,6 +84,16 @@ def _load_folder(spec: EngineSpec, progress: LoadProgress) -> LocalEngine:
         quantize_bits=spec.quantize_bits,
         on_failure=exit_process,
     )
+
+
+def _load_gguf(spec: EngineSpec, progress: LoadProgress, weights: Weights | None) -> LocalEngine:
+    """With compiled steps; with llama.cpp where they can't be used and are not required."""
+    from palaver.engines.loader import load_gguf
+
+    progress.begin(spec.model)
+    options = _engine_options(spec)
+    engine = load_gguf(spec.model, vocabulary=spec.vocabulary, options=options, on_failure=exit_process)
+    return _load_llamacpp(spec, progress, weights) if engine is None else engine
 
 
 def _load_llamacpp(spec: EngineSpec, progress: LoadProgress, weights: Weights | None) -> LocalEngine:
@@ -275,7 +286,10 @@ class EngineHost:
         reporting = asyncio.create_task(self._report_progress(progress))
         make = partial(make_engine, frame["spec"], progress, self._weights)
         try:
-            if frame["spec"].engine == "llamacpp":  # other engines start processes, which end with the thread
+            if frame["spec"].engine in (
+                "llamacpp",
+                "compiled",
+            ):  # other engines start processes, which end with the thread
                 with ThreadPoolExecutor(1) as loader:  # it ends, and its OpenMP threads no longer count as busy
                     self._engine = await asyncio.get_running_loop().run_in_executor(loader, make)
             else:

@@ -29,6 +29,7 @@ from palaver.generation import (
     Queued,
     Step,
 )
+from palaver.gguf import split_files
 from palaver.sampling import Sampling
 
 _LENGTHS = struct.Struct("!II")
@@ -58,7 +59,7 @@ class EngineSpec:
     """How a process loads an engine."""
 
     engine: str
-    """torch, llamacpp, mlx, diffusion, vllm, remote or ray."""
+    """torch, compiled, llamacpp, mlx, diffusion, vllm, remote or ray."""
     model: AnyPath
     vocabulary: tuple[bytes, ...]
     adapter: AnyPath | None = None
@@ -201,10 +202,11 @@ class LoadProgress:
         self._start_bytes: int | None = None
         self._total_bytes = 0
 
-    def begin(self, folder: Path) -> None:
-        """Call before the weights are read."""
+    def begin(self, model: Path) -> None:
+        """Call before the weights are read: those of a folder, or of a GGUF file."""
         self.note = "loading the weights"
-        self._total_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+        files = split_files(model) if model.is_file() else model.glob("*.safetensors")
+        self._total_bytes = sum(path.stat().st_size for path in files)
         self._start_bytes = _resident_bytes()
 
     @property
