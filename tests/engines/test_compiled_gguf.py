@@ -4,19 +4,37 @@ llama.cpp and of transformers, and bits that depend on the text alone. Other fil
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+import os
+import random
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from palaver.chat import engine_spec
+from palaver.chat.engine_spec import COMPILED, LoadOptions, check_engine_options, make_spec, pick_engine
+from palaver.engines import loader
+from palaver.engines.base import BY_TEXT
+from palaver.engines.compiled import build
+from palaver.engines.compiled import engine as compiled_engine
 from palaver.engines.compiled.build import load_compiled_library
 from palaver.engines.compiled.decoder import CompiledDecoder, RowChunk, Rows
-from palaver.engines.compiled.engine import load_decoder, open_decoder
+from palaver.engines.compiled.engine import load, load_decoder, open_decoder
 from palaver.engines.core.kv_cache import HostArray, SlotAllocator
+from palaver.engines.core.options import EngineOptions
+from palaver.engines.core.runner import UnsupportedModel
+from palaver.errors import BadParameter, BrokenModel, DoesNotFit
+from palaver.generation import Prompt
+from palaver.models.resolver import ResolvedModel
+from palaver.sampling import Sampling
+from tests import gguf_files
 from tests.engines import tiny
 from tests.engines.compiler import needs_a_compiler
+from tests.engines.generate import run
 from tests.engines.test_decoder_config import ROPES
 from tests.gguf_files import (
     CONTROL,
@@ -38,6 +56,7 @@ WHOLE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8,
 ODD = {"hidden_size": 96, "intermediate_size": 160, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 32}
 """Whole blocks of 32, but no whole panels."""
 ROW_COUNTS = (1, 2, 3, 4, 5, 8, 11, 17, 40)
+LENGTH = 40
 TEXT = [(7 * i * i + 5 * i) % 256 for i in range(300)]
 BYTE_PIECES = [chr(code) if code > 32 and chr(code).isprintable() else chr(256 + code) for code in range(256)]
 """Any names will do: nothing is tokenized here."""
@@ -130,13 +149,13 @@ def test_blocks_stand_for_what_ggml_says(kind: str) -> None:
 def test_bits_are_those_of_float32_weights(kind: Kinds, tied: bool, tmp_path: Path) -> None:
     """For every number of rows, in each of which the weights are computed in another way, and of threads."""
     twins = Twins(tmp_path, "qwen3", **WHOLE, tie_word_embeddings=tied)
-    expected = logits_of(decoder_of(twins.write_expanded(kind)), [1] * 60)
+    expected = logits_of(decoder_of(twins.write_expanded(kind)), [1] * LENGTH)
     assert np.isfinite(expected).all()
     assert expected.std() > 0.1
     decoder = decoder_of(twins.write(kind), 3)
     for rows in ROW_COUNTS:
-        for threads in (1, 2, 3):
-            chunks = [rows] * (60 // rows) + [60 % rows] * (60 % rows > 0)
+        for threads in (1, 3):
+            chunks = [rows] * (LENGTH // rows) + [LENGTH % rows] * (LENGTH % rows > 0)
             assert np.array_equal(logits_of(decoder, chunks, threads), expected), (rows, threads)
 
 
@@ -208,3 +227,214 @@ def test_logits_of_quantised_weights_are_those_of_llama_cpp(kind: Kinds, tmp_pat
     file = twins.write(kind)
     found, expected = logits_of(decoder_of(file), [len(TEXT)]), llama_logits(file)
     assert np.sqrt(np.square(found - expected).mean()) < 0.2 * expected.std()
+
+
+async def test_an_engine_says_what_the_file_says(tmp_path: Path) -> None:
+    settings = {"general.sampling.temp": 0.5, "general.sampling.top_k": 7}
+    file = Twins(tmp_path, "qwen3", **WHOLE).write("q5_k", **settings)
+    engine = load(file, vocabulary=tiny.VOCABULARY, options=EngineOptions(context=100))
+    try:
+        out = await run(engine, Prompt(tuple(b"Hello")), Sampling(temperature=0, max_tokens=5, banned_ids=(tiny.END,)))
+    finally:
+        await engine.close()
+    info = engine.info
+    assert len(out.ids) == 5
+    assert (info.model, info.context_length, info.vocabulary_size) == (file.name, 100, tiny.SIZE)
+    assert (info.steps, info.exactness, info.reuse, info.dtype) == (COMPILED, BY_TEXT, "to the token", "Q5_K")
+    assert info.end_ids == {tiny.END}
+    assert info.defaults == Sampling(temperature=0.5, top_k=7)
+    assert info.fingerprint.startswith("compiled/")
+
+
+def test_a_model_in_two_files(tmp_path: Path) -> None:
+    twins = Twins(tmp_path, "llama")
+    expected = logits_of(decoder_of(twins.write()), [len(TEXT)])
+    tensors = list(decoder_tensors(twins.folder).items())
+    for number, part in enumerate((tensors[:9], tensors[9:])):
+        metadata = twins.metadata if number == 0 else {}
+        split = {"split.no": number, "split.count": 2, "split.tensors.count": len(tensors)}
+        write_gguf(tmp_path / f"model-{number + 1:05}-of-00002.gguf", metadata | split, dict(part))
+    assert np.array_equal(logits_of(decoder_of(tmp_path / "model-00001-of-00002.gguf"), [len(TEXT)]), expected)
+
+
+# other files
+
+
+REFUSED: dict[str, Mapping[str, Any]] = {
+    "another architecture": {"general.architecture": "gemma3"},
+    "no model": {"general.type": "adapter"},
+    "experts": {"qwen3.expert_count": 4},
+    "a window": {"qwen3.attention.sliding_window": 24},
+    "an unknown setting": {"qwen3.logit_scale": 2.0},
+    "a part of each head": {"qwen3.rope.dimension_count": 8},
+    "values of another size": {"qwen3.attention.value_length": 8},
+    "heads by layer": {"qwen3.attention.head_count_kv": [2, 2, 1]},
+    "no heads": {"qwen3.attention.head_count": 0},
+    "a head of no size": {"qwen3.attention.key_length": "large"},
+    "frequencies by length": {"qwen3.rope.scaling.type": "longrope", "qwen3.rope.scaling.factor": 2.0},
+    "a factor of 0": {"qwen3.rope.scaling.type": "linear", "qwen3.rope.scaling.factor": 0.0},
+    "another vocabulary": {"qwen3.vocab_size": 5},
+    "fewer layers": {"qwen3.block_count": 2},
+    "more layers than anybody has": {"qwen3.block_count": 4_000_000_000},
+    "a number that is none": {"qwen3.attention.layer_norm_rms_epsilon": "small"},
+    "no context": {"qwen3.context_length": 0},
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_in_doubt_it_is_left_to_llama_cpp(case: str, tmp_path: Path) -> None:
+    twins = Twins(tmp_path, "qwen3")
+    open_decoder(twins.write())
+    with pytest.raises(UnsupportedModel):
+        open_decoder(twins.write(**REFUSED[case]))
+
+
+def test_settings_without_effect(tmp_path: Path) -> None:
+    settings = {"qwen3.attention.sliding_window": 4096, "qwen3.rope.scaling.type": "none", "qwen3.expert_count": 0}
+    settings |= {"qwen3.vocab_size": tiny.SIZE, "qwen3.rope.dimension_count": 16, "general.quantized_by": "somebody"}
+    open_decoder(Twins(tmp_path, "qwen3").write(**settings))
+
+
+Change = Callable[[dict[str, tuple[str, Array]]], object]
+CHANGES: dict[str, Change] = {
+    "a tensor less": lambda tensors: tensors.pop("blk.1.attn_norm.weight"),
+    "an unknown tensor": lambda tensors: tensors.update({"blk.1.attn_sinks.weight": tensors["output_norm.weight"]}),
+    "another shape": lambda tensors: tensors.update({"blk.1.attn_v.weight": ("f32", np.ones((64, 64), np.float32))}),
+    "a norm of rounded numbers": lambda tensors: tensors.update({"output_norm.weight": ("q8_0", np.ones(64))}),
+    "factors of another size": lambda tensors: tensors.update({"rope_freqs.weight": ("f32", np.ones(3, np.float32))}),
+    "factors of 0": lambda tensors: tensors.update({"rope_freqs.weight": ("f32", np.zeros(8, np.float32))}),
+    "half a bias": lambda tensors: tensors.update({"blk.0.attn_q.bias": ("f32", np.ones(64, np.float32))}),
+}
+
+
+@pytest.mark.parametrize("case", CHANGES)
+def test_other_weights_are_left_to_llama_cpp(case: str, tmp_path: Path) -> None:
+    twins = Twins(tmp_path, "qwen3")
+    tensors = decoder_tensors(twins.folder)
+    CHANGES[case](tensors)
+    with pytest.raises(UnsupportedModel):
+        open_decoder(write_gguf(twins.path, twins.metadata, tensors))
+
+
+def test_types_that_are_not_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """IQ4_NL has blocks of the same size."""
+    monkeypatch.setitem(gguf_files._TENSOR_TYPES, "q4_0", 20)
+    with pytest.raises(UnsupportedModel, match="weights of the type IQ4_NL"):
+        open_decoder(Twins(tmp_path, "qwen3").write("q4_0"))
+
+
+def test_sizes_that_are_no_vectors(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModel, match="multiples of 16"):
+        open_decoder(Twins(tmp_path, "llama", hidden_size=72, head_dim=16).write())
+
+
+@pytest.mark.parametrize("kind", ["f32", "q4_k"])
+def test_a_file_that_shrinks(kind: str, tmp_path: Path) -> None:
+    """Between reading its header and its weights."""
+    file = Twins(tmp_path, "qwen3", **WHOLE).write(kind)
+    checkpoint, config = open_decoder(file)
+    os.truncate(file, file.stat().st_size // 2)
+    with pytest.raises(BrokenModel, match="not as long as its header says"):
+        load_decoder(checkpoint, config, load_compiled_library(), 1)
+    with pytest.raises(BrokenModel, match="damaged"):
+        open_decoder(file)
+
+
+def test_damaged_headers(tmp_path: Path) -> None:
+    """Each loads, or is refused in one sentence. `benchmarks/gguf_fuzz.py` tries many more."""
+    twins, rng = Twins(tmp_path, "llama", **ROPES["llama3"]), random.Random(1)
+    whole = twins.write("q8_0").read_bytes()
+    header = len(whole) - sum(one.nbytes for one in open_decoder(twins.path)[0].tensors.values())
+    outcomes = {True: 0, False: 0}
+    for _ in range(300):
+        data = bytearray(whole)
+        for _ in range(rng.randint(1, 3)):
+            data[rng.randrange(24, header)] = rng.randrange(256)
+        twins.path.write_bytes(data)
+        try:
+            logits_of(decoder_of(twins.path), [3])
+        except (UnsupportedModel, BrokenModel) as error:
+            assert "\n" not in str(error)
+            outcomes[False] += 1
+        else:
+            outcomes[True] += 1
+    assert min(outcomes.values()) > 20
+
+
+# the choice
+
+
+@pytest.fixture
+def plain(tmp_path: Path) -> ResolvedModel:
+    return ResolvedModel(tmp_path, gguf=Twins(tmp_path, "qwen3").write())
+
+
+@pytest.fixture
+def cpu_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linux without a GPU, with llama.cpp."""
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(engine_spec, "has_accelerator", lambda: False)
+    monkeypatch.setattr(engine_spec, "has_llamacpp", lambda: True)
+
+
+@pytest.mark.usefixtures("cpu_machine")
+def test_compiled_steps_run_plain_decoders(plain: ResolvedModel, tmp_path: Path) -> None:
+    for options in (LoadOptions(), LoadOptions(device="cpu"), LoadOptions(exact=True), LoadOptions(compiled=True)):
+        assert check_engine_options(plain, options) == COMPILED
+    assert make_spec(plain, (), LoadOptions(engine=COMPILED)).compiled is True
+    other = write_gguf(tmp_path / "other.gguf", byte_vocabulary() | {"general.architecture": "mamba"})
+    assert pick_engine(ResolvedModel(tmp_path, gguf=other)) == "llamacpp"
+
+
+@pytest.mark.usefixtures("cpu_machine")
+def test_what_only_llama_cpp_does(plain: ResolvedModel, tmp_path: Path) -> None:
+    adapter = tmp_path / "adapter.gguf"
+    adapter.touch()
+    for options in (
+        LoadOptions(engine="llamacpp"),
+        LoadOptions(compiled=False),
+        LoadOptions(gpu_layers=0),
+        LoadOptions(device="gpu"),
+        LoadOptions(adapter=adapter),
+        LoadOptions(mmproj=adapter),
+    ):
+        assert check_engine_options(plain, options) == "llamacpp"
+    assert pick_engine(replace(plain, mmproj=adapter)) == "llamacpp"
+    with pytest.raises(BadParameter, match="compiled steps run on the CPU"):
+        check_engine_options(plain, LoadOptions(compiled=True, device="gpu"))
+    for options in (LoadOptions(compiled=True, adapter=adapter), LoadOptions(engine=COMPILED, mmproj=adapter)):
+        with pytest.raises(BadParameter, match=r"adapter\.gguf"):
+            check_engine_options(plain, options)
+
+
+@pytest.mark.usefixtures("cpu_machine")
+def test_the_machine_decides(plain: ResolvedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_spec, "has_accelerator", lambda: True)
+    assert pick_engine(plain) == "llamacpp"
+    assert pick_engine(plain, LoadOptions(device="cpu")) == COMPILED
+    monkeypatch.setattr(engine_spec, "has_llamacpp", lambda: False)
+    assert pick_engine(plain) == COMPILED
+    monkeypatch.setattr(build, "can_build", lambda: False)
+    assert pick_engine(plain) == "llamacpp", "which says what to install"
+
+
+@pytest.mark.usefixtures("cpu_machine")
+def test_a_file_is_looked_at_again_when_it_changes(tmp_path: Path) -> None:
+    twins = Twins(tmp_path, "qwen3")
+    model = ResolvedModel(tmp_path, gguf=twins.write())
+    assert pick_engine(model) == COMPILED
+    twins.write(**{"qwen3.logit_scale": 2.0})
+    assert pick_engine(model) == "llamacpp"
+
+
+def test_where_they_fail_llama_cpp_runs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless they are required, or llama.cpp is not installed."""
+    file = Twins(tmp_path, "qwen3").write()
+    monkeypatch.setattr(compiled_engine, "available_bytes", lambda: 1000)
+    monkeypatch.setattr(loader, "has_llamacpp", lambda: True)
+    assert loader.load_gguf(file, vocabulary=tiny.VOCABULARY, options=EngineOptions()) is None
+    with pytest.raises(DoesNotFit):
+        loader.load_gguf(file, vocabulary=tiny.VOCABULARY, options=EngineOptions(compiled=True))
+    monkeypatch.setattr(loader, "has_llamacpp", lambda: False)
+    with pytest.raises(DoesNotFit):
+        loader.load_gguf(file, vocabulary=tiny.VOCABULARY, options=EngineOptions())

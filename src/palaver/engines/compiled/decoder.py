@@ -297,7 +297,7 @@ class WeightPacker:
 
     def pack(self, weight: Weight) -> NDArray[np.uint8]:
         dtype, (outputs, inputs) = _DTYPES[weight.dtype], weight.shape
-        rows = np.ascontiguousarray(weight.array)
+        rows = np.require(weight.array, requirements=("C_CONTIGUOUS", "ALIGNED"))
         packed = aligned_zeros((self._packed_bytes(dtype, outputs, inputs),), np.uint8)
         panel_bytes = self._packed_bytes(dtype, PANEL, inputs)
 

@@ -26,20 +26,20 @@
 #ifdef __AVX512F__
 #define SUMS 16 /* vectors of sums that fit into registers */
 #define ROWS 4  /* rows multiplied at once: with all vectors of a panel, whose weights are widened once */
-#define EACH_ROW_COUNT(CASE) CASE(1) CASE(2) CASE(3) CASE(4)
+#define EACH_ROW_COUNT EACH_QUANTISED_ROW_COUNT
 #define QUANTISED_SUMS 16
-#define EXPANDED_ROWS 16 /* more rows than this are multiplied with weights that are expanded once */
 #define KEEP_IN_REGISTER(x) __asm__("" : "+v"(x))
 #else
 #define SUMS 6
 #define ROWS 8
-#define EACH_ROW_COUNT(CASE) CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8)
+#define EACH_ROW_COUNT(DO, form) \
+    EACH_QUANTISED_ROW_COUNT(DO, form) DO(form, 5) DO(form, 6) DO(form, 7) DO(form, 8)
 #define QUANTISED_SUMS 4
-#define EXPANDED_ROWS 8
 #define KEEP_IN_REGISTER(x) (void)(x)
 #endif
 #define QUANTISED_ROWS 4
-#define EACH_QUANTISED_ROW_COUNT(CASE) CASE(1) CASE(2) CASE(3) CASE(4)
+#define EXPANDED_ROWS 8 /* more rows than this are multiplied with weights that are expanded once */
+#define EACH_QUANTISED_ROW_COUNT(DO, form) DO(form, 1) DO(form, 2) DO(form, 3) DO(form, 4)
 
 enum dtype { FLOAT32, BFLOAT16, FLOAT16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K, DTYPES };
 
@@ -247,59 +247,47 @@ ALWAYS void multiply_quantised(int bits, int64_t dtype, int rows, int wide, cons
         for (int k = 0; k < wide; k++) store(tile + r * PANEL + (first + k) * LANES, sums[r][k]);
 }
 
+/* Some rows of x times `in` inputs of a panel, from the input `from` on, onto the tile. */
 typedef void product(int64_t dtype, const char *panel, int64_t from, int64_t in, const float *x, int64_t apart,
                      float *tile);
 
-/* Functions for each form of weights and number of rows: compilers take much longer for one large function. */
-#define FLOAT_PRODUCT(name, form, rows) \
-    static void name##_##rows(int64_t dtype, const char *panel, int64_t from, int64_t in, const float *x, \
-                              int64_t apart, float *tile) { \
+/* A function for each form of weights and number of rows: compilers take much longer for one large function. */
+#define FLOAT_PRODUCT(form, rows) \
+    static void multiply_##form##_##rows(int64_t dtype, const char *panel, int64_t from, int64_t in, const float *x, \
+                                         int64_t apart, float *tile) { \
         const int wide = rows * WIDE <= SUMS ? WIDE : rows * 2 <= SUMS ? 2 : 1; \
-        const char *weights = panel + from * PANEL * LAYOUTS[form].bits / 8; \
+        const char *weights = panel + from * PANEL * LAYOUTS[dtype].bits / 8; \
         for (int first = 0; first < WIDE; first += wide) \
             multiply_floats(form, rows, wide, weights, in, first, x, apart, tile); \
-        (void)dtype; \
     }
-#define QUANTISED_PRODUCT(name, bits, rows) \
-    static void name##_##rows(int64_t dtype, const char *panel, int64_t from, int64_t in, const float *x, \
-                              int64_t apart, float *tile) { \
+#define QUANTISED_PRODUCT(form, rows) \
+    static void multiply_##form##_##rows(int64_t dtype, const char *panel, int64_t from, int64_t in, const float *x, \
+                                         int64_t apart, float *tile) { \
         const int wide = rows * WIDE <= QUANTISED_SUMS ? WIDE : rows * 2 <= QUANTISED_SUMS ? 2 : 1; \
-        for (int first = 0; first < WIDE; first += wide) \
-            multiply_quantised(bits, dtype, rows, wide, panel, from, in, first, x, apart, tile); \
+        UNROLLED for (int first = 0; first < WIDE; first += wide) \
+            multiply_quantised(LAYOUTS[form].bits, dtype, rows, wide, panel, from, in, first, x, apart, tile); \
     }
-#define CASE(rows) \
-    FLOAT_PRODUCT(multiply_float32, FLOAT32, rows) \
-    FLOAT_PRODUCT(multiply_bfloat16, BFLOAT16, rows) \
-    FLOAT_PRODUCT(multiply_float16, FLOAT16, rows)
-EACH_ROW_COUNT(CASE)
-#undef CASE
-#define CASE(rows) \
-    QUANTISED_PRODUCT(multiply_4_bits, 4, rows) \
-    QUANTISED_PRODUCT(multiply_5_bits, 5, rows) \
-    QUANTISED_PRODUCT(multiply_6_bits, 6, rows) \
-    QUANTISED_PRODUCT(multiply_8_bits, 8, rows)
-EACH_QUANTISED_ROW_COUNT(CASE)
-#undef CASE
+EACH_ROW_COUNT(FLOAT_PRODUCT, FLOAT32)
+EACH_ROW_COUNT(FLOAT_PRODUCT, BFLOAT16)
+EACH_ROW_COUNT(FLOAT_PRODUCT, FLOAT16)
+EACH_QUANTISED_ROW_COUNT(QUANTISED_PRODUCT, Q8_0)
+EACH_QUANTISED_ROW_COUNT(QUANTISED_PRODUCT, Q4_0)
+EACH_QUANTISED_ROW_COUNT(QUANTISED_PRODUCT, Q5_0)
+EACH_QUANTISED_ROW_COUNT(QUANTISED_PRODUCT, Q6_K)
 
-#define FLOAT32_CASE(rows) [rows] = multiply_float32_##rows,
-#define BFLOAT16_CASE(rows) [rows] = multiply_bfloat16_##rows,
-#define FLOAT16_CASE(rows) [rows] = multiply_float16_##rows,
-#define FOUR_BITS_CASE(rows) [rows] = multiply_4_bits_##rows,
-#define FIVE_BITS_CASE(rows) [rows] = multiply_5_bits_##rows,
-#define SIX_BITS_CASE(rows) [rows] = multiply_6_bits_##rows,
-#define EIGHT_BITS_CASE(rows) [rows] = multiply_8_bits_##rows,
+#define ENTRY(form, rows) [rows] = multiply_##form##_##rows,
 static product *const PRODUCTS[DTYPES][ROWS + 1] = {
-    [FLOAT32] = {EACH_ROW_COUNT(FLOAT32_CASE)},
-    [BFLOAT16] = {EACH_ROW_COUNT(BFLOAT16_CASE)},
-    [FLOAT16] = {EACH_ROW_COUNT(FLOAT16_CASE)},
-    [Q8_0] = {EACH_QUANTISED_ROW_COUNT(EIGHT_BITS_CASE)},
-    [Q4_0] = {EACH_QUANTISED_ROW_COUNT(FOUR_BITS_CASE)},
-    [Q4_1] = {EACH_QUANTISED_ROW_COUNT(FOUR_BITS_CASE)},
-    [Q5_0] = {EACH_QUANTISED_ROW_COUNT(FIVE_BITS_CASE)},
-    [Q5_1] = {EACH_QUANTISED_ROW_COUNT(FIVE_BITS_CASE)},
-    [Q4_K] = {EACH_QUANTISED_ROW_COUNT(FOUR_BITS_CASE)},
-    [Q5_K] = {EACH_QUANTISED_ROW_COUNT(FIVE_BITS_CASE)},
-    [Q6_K] = {EACH_QUANTISED_ROW_COUNT(SIX_BITS_CASE)},
+    [FLOAT32] = {EACH_ROW_COUNT(ENTRY, FLOAT32)},
+    [BFLOAT16] = {EACH_ROW_COUNT(ENTRY, BFLOAT16)},
+    [FLOAT16] = {EACH_ROW_COUNT(ENTRY, FLOAT16)},
+    [Q8_0] = {EACH_QUANTISED_ROW_COUNT(ENTRY, Q8_0)},
+    [Q4_0] = {EACH_QUANTISED_ROW_COUNT(ENTRY, Q4_0)},
+    [Q4_1] = {EACH_QUANTISED_ROW_COUNT(ENTRY, Q4_0)},
+    [Q5_0] = {EACH_QUANTISED_ROW_COUNT(ENTRY, Q5_0)},
+    [Q5_1] = {EACH_QUANTISED_ROW_COUNT(ENTRY, Q5_0)},
+    [Q4_K] = {EACH_QUANTISED_ROW_COUNT(ENTRY, Q4_0)},
+    [Q5_K] = {EACH_QUANTISED_ROW_COUNT(ENTRY, Q5_0)},
+    [Q6_K] = {EACH_QUANTISED_ROW_COUNT(ENTRY, Q6_K)},
 };
 
 ALWAYS int64_t at_most(int64_t count, int64_t limit) { return count < limit ? count : limit; }
@@ -307,19 +295,17 @@ ALWAYS int64_t at_most(int64_t count, int64_t limit) { return count < limit ? co
 /* x times a panel: tile[rows][PANEL]. `expanded` has room for SHALLOW inputs of a panel. */
 static void multiply_panel(const matrix *by, int64_t panel, int64_t rows, const float *x, int64_t apart, float *tile,
                            float *expanded) {
-    const int quantised = is_quantised(by->dtype), expands = quantised && rows > EXPANDED_ROWS;
-    const int64_t together = quantised && !expands ? QUANTISED_ROWS : ROWS;
-    const int64_t deep = expands ? SHALLOW : rows > together ? DEEP : by->inputs;
-    const char *weights = panel_of(by, panel);
+    const int expands = is_quantised(by->dtype) && rows > EXPANDED_ROWS;
+    const int64_t dtype = expands ? FLOAT32 : by->dtype, at_once = is_quantised(dtype) ? QUANTISED_ROWS : ROWS;
+    const int64_t deep = expands ? SHALLOW : rows > at_once ? DEEP : by->inputs;
+    const char *weights = expands ? (const char *)expanded : panel_of(by, panel);
     for (int64_t k = 0; k < rows * PANEL; k += LANES) store(tile + k, all(0));
     for (int64_t from = 0; from < by->inputs; from += deep) {
         int64_t in = at_most(by->inputs - from, deep);
-        if (expands) expand(by->dtype, weights, from, in, expanded);
-        for (int64_t r = 0; r < rows; r += together) {
-            int64_t count = at_most(rows - r, together);
-            const float *these = x + r * apart + from;
-            if (expands) PRODUCTS[FLOAT32][count](FLOAT32, (const char *)expanded, 0, in, these, apart, tile + r * PANEL);
-            else PRODUCTS[by->dtype][count](by->dtype, weights, from, in, these, apart, tile + r * PANEL);
+        if (expands) expand(by->dtype, panel_of(by, panel), from, in, expanded);
+        for (int64_t r = 0; r < rows; r += at_once) {
+            product *multiply = PRODUCTS[dtype][at_most(rows - r, at_once)];
+            multiply(dtype, weights, expands ? 0 : from, in, x + r * apart + from, apart, tile + r * PANEL);
         }
     }
 }
@@ -450,10 +436,10 @@ static void pack_quantised(int64_t dtype, const uint8_t *from, int64_t outputs, 
     int64_t row_bytes = inputs / l->inputs * l->file_bytes;
     uint16_t scales[PANEL] = {0}, minimums[PANEL] = {0};
     uint8_t bytes[PANEL][MAX_BYTES] = {{0}};
+    unpacked one = {0};
     for (int64_t block = 0; block < inputs / l->inputs; block++) {
         int count = 0;
         for (int output = 0; output < outputs; output++) {
-            unpacked one;
             unpack(dtype, from + output * row_bytes + block * l->file_bytes, &one);
             scales[output] = one.scale, minimums[output] = one.minimum;
             count = join_block(dtype, &one, bytes[output]);

@@ -13,6 +13,12 @@
 
 #define QUERIES 8 /* queries of one KV head that are attended for at once */
 #define KEYS 128 /* keys scored before their values are added */
+#define FETCHED_KEYS 32 /* keys and values fetched ahead */
+#ifdef __AVX512F__
+#define SCORED_KEYS 8 /* keys whose products with two queries fit into registers */
+#else
+#define SCORED_KEYS 2
+#endif
 
 typedef struct {
     const float *weight;
@@ -161,20 +167,46 @@ static void rotate(const work *w, const layer *l, const float *x, int64_t head, 
 
 /* attention */
 
+/* The products of queries and keys, vectors that are to be added up: sums[g * HALF + t]. */
+ALWAYS void multiply_keys(int queries, int keys, const float *query, const float *key, int64_t size, vec *sums) {
+    vec products[2][HALF];
+    for (int g = 0; g < queries; g++)
+        for (int t = 0; t < keys; t++) products[g][t] = all(0);
+    for (int64_t i = 0; i < size; i += LANES) {
+        vec query_part[2];
+        for (int g = 0; g < queries; g++) query_part[g] = load(query + g * size + i);
+        for (int t = 0; t < keys; t++) {
+            vec key_part = load(key + t * size + i);
+            KEEP_IN_REGISTER(key_part);
+            for (int g = 0; g < queries; g++) products[g][t] += query_part[g] * key_part;
+        }
+    }
+    for (int g = 0; g < queries; g++)
+        for (int t = 0; t < keys; t++) sums[g * HALF + t] = products[g][t];
+}
+
+/* The scores of `queries` queries, one or two, and LANES keys. */
+ALWAYS void score_some(int queries, const float *query, const float *keys, int64_t size, float *scores) {
+    vec sums[2][LANES];
+    for (int half = 0; half < 2; half++)
+        for (int t = 0; t < HALF; t += SCORED_KEYS)
+            multiply_keys(queries, SCORED_KEYS, query, keys + (half * HALF + t) * size, size, sums[half] + t);
+    if (queries == 1) {
+        for (int t = 0; t < HALF; t++) sums[0][HALF + t] = sums[1][t];
+        store(scores, totals(sums[0]));
+        return;
+    }
+    for (int half = 0; half < 2; half++) {
+        vec both = totals(sums[half]);
+        memcpy(scores + half * HALF, &both, sizeof both / 2);
+        memcpy(scores + KEYS + half * HALF, (float *)&both + HALF, sizeof both / 2);
+    }
+}
+
 /* The scores of `count` queries and LANES keys. */
 ALWAYS void score(int count, const float *queries, const float *keys, int64_t size, float *scores) {
-    fetch(keys + 2 * LANES * size, LANES * size * 4);
-    for (int g = 0; g < count; g++) {
-        vec sums[LANES];
-        for (int t = 0; t < LANES; t++) sums[t] = all(0);
-        for (int64_t i = 0; i < size; i += LANES) {
-            vec query = load(queries + g * size + i);
-            for (int t = 0; t < LANES; t++) sums[t] += query * load(keys + t * size + i);
-        }
-        for (int left = LANES / 2; left >= 1; left /= 2)
-            for (int t = 0; t < left; t++) sums[t] = neighbours(sums[2 * t], sums[2 * t + 1]);
-        store(scores + g * KEYS, sums[0]);
-    }
+    for (int g = 0; g + 1 < count; g += 2) score_some(2, queries + g * size, keys, size, scores + g * KEYS);
+    if (count % 2) score_some(1, queries + (count - 1) * size, keys, size, scores + (count - 1) * KEYS);
 }
 
 /* The online softmax of a query: its largest score so far, and the sum of its weights relative to that. */
@@ -200,19 +232,32 @@ static float weigh(float *scores, int64_t length, int64_t end, softmax *so_far) 
     return shrink;
 }
 
-/* Adds the weighted values of up to KEYS keys to those of the keys before. */
-ALWAYS void blend(int count, const float *weights, const float *values, int64_t size, int64_t end, const float *shrink,
-                  float *out) {
-    for (int64_t i = 0; i < size; i += LANES) {
-        vec sums[QUERIES];
-        for (int g = 0; g < count; g++) sums[g] = load(out + g * size + i) * shrink[g];
-        for (int64_t t = 0; t < end; t++) {
-            vec value = load(values + t * size + i);
-            __builtin_prefetch(values + (t + 2 * LANES) * size + i);
-            for (int g = 0; g < count; g++) sums[g] += value * weights[g * KEYS + t];
+/* Adds the weighted values of `end` keys to those of the keys before: `wide` vectors of each value. */
+ALWAYS void blend_some(int count, int wide, const float *weights, const float *values, int64_t size, int64_t end,
+                       int64_t left, const float *shrink, float *out) {
+    vec sums[QUERIES][LANES];
+    for (int g = 0; g < count; g++)
+        for (int k = 0; k < wide; k++) sums[g][k] = load(out + g * size + k * LANES) * shrink[g];
+    for (int64_t t = 0; t < end; t++) {
+        fetch(values + at_most(t + FETCHED_KEYS, left - 1) * size, wide * LANES * sizeof(float));
+        for (int k = 0; k < wide; k++) {
+            vec value = load(values + t * size + k * LANES);
+            KEEP_IN_REGISTER(value);
+            for (int g = 0; g < count; g++) sums[g][k] += value * weights[g * KEYS + t];
         }
-        for (int g = 0; g < count; g++) store(out + g * size + i, sums[g]);
     }
+    for (int g = 0; g < count; g++)
+        for (int k = 0; k < wide; k++) store(out + g * size + k * LANES, sums[g][k]);
+}
+
+/* The same for whole values. `left`: how many keys there are from the first one on. */
+ALWAYS void blend(int count, const float *weights, const float *values, int64_t size, int64_t end, int64_t left,
+                  const float *shrink, float *out) {
+    const int wide = count * 8 <= SUMS ? 8 : count * 4 <= SUMS ? 4 : count * 2 <= SUMS ? 2 : 1;
+    int64_t i = 0;
+    for (; i + wide * LANES <= size; i += wide * LANES)
+        blend_some(count, wide, weights, values + i, size, end, left, shrink, out + i);
+    for (; i < size; i += LANES) blend_some(count, 1, weights, values + i, size, end, left, shrink, out + i);
 }
 
 /* `count` queries, `group` of them for each row; the first row sees `length` keys, each further one sees one more. */
@@ -224,11 +269,15 @@ ALWAYS void attend_some(int count, const work *w, int64_t group, const float *ke
     for (int g = 0; g < count; g++) so_far[g] = (softmax){-INFINITY, 0};
     for (int64_t i = 0; i < count * size; i += LANES) store(w->blended + i, all(0));
     for (int64_t from = 0; from < all_keys; from += KEYS) {
-        int64_t end = all_keys - from < KEYS ? all_keys - from : KEYS;
-        for (int64_t t = 0; t < end; t += LANES) score(count, w->queries, keys + (from + t) * size, size, w->scores + t);
+        int64_t left = all_keys - from, end = at_most(left, KEYS);
+        for (int64_t t = 0; t < end; t += LANES) {
+            if (t + FETCHED_KEYS < left) fetch(keys + (from + t + FETCHED_KEYS) * size, LANES * size * sizeof(float));
+            score(count, w->queries, keys + (from + t) * size, size, w->scores + t);
+        }
+        fetch(values + from * size, at_most(end, LANES) * size * sizeof(float));
         for (int g = 0; g < count; g++)
             shrink[g] = weigh(w->scores + g * KEYS, length + g / group - from, end, so_far + g);
-        blend(count, w->scores, values + from * size, size, end, shrink, w->blended);
+        blend(count, w->scores, values + from * size, size, end, left, shrink, w->blended);
     }
     for (int g = 0; g < count; g++)
         for (int64_t i = 0; i < size; i += LANES)
@@ -275,11 +324,12 @@ static void attend_span(const work *w, const layer *l, int64_t depth, const span
                        int64_t count) {
     const model *m = &w->d->m;
     int64_t size = m->head_dim, first = head * (m->num_heads / m->num_kv_heads) + start;
+    const float *keys = keys_of(w, at->first, depth, head);
+    fetch(keys, at_most(w->rows[at->first].position, FETCHED_KEYS) * size * sizeof(float));
     for (int64_t n = 0; n < at->count; n++)
         for (int64_t g = 0; g < count; g++)
             rotate(w, l, qkv_of(w, at->first + n, first + g), first + g, at->first + n, m->scale,
                    w->queries + (n * count + g) * size);
-    const float *keys = keys_of(w, at->first, depth, head);
     attend(w, at->count * count, count, keys, keys + w->rows[at->first].member_stride, w->rows[at->first].position + 1);
     for (int64_t n = 0; n < at->count; n++)
         for (int64_t i = 0; i < count * size; i++)
@@ -297,10 +347,10 @@ static void attend_rows(const work *w, const layer *l, int64_t depth) {
     int64_t group = m->num_heads / m->num_kv_heads, tasks = w->spans * m->num_kv_heads;
     int64_t stop = share_start(tasks, w->thread + 1, w->threads);
     for (int64_t task = share_start(tasks, w->thread, w->threads); task < stop; task++) {
-        const span *at = w->d->spans + task / m->num_kv_heads;
+        const span *at = w->d->spans + task % w->spans; /* those of one head share its keys and values */
         if (depth + 1 == m->num_layers && !needs_logits(w, at)) continue;
         for (int64_t start = 0; start < group; start += QUERIES)
-            attend_span(w, l, depth, at, task % m->num_kv_heads, start,
+            attend_span(w, l, depth, at, task / w->spans, start,
                         group - start < QUERIES ? group - start : QUERIES);
     }
 }
@@ -444,8 +494,8 @@ decoder *palaver_new(const model *m) {
 /* The self-check, on a random model: rows computed together, in two threads, must give what each gives alone. It uses
    every dtype of weights, so that code for another processor, or a damaged file, ends the check and not the engine. */
 
-enum { DEPTH = 2, HIDDEN = 256, HEADS = 4, SIZE = 64, INNER = 256, TOKENS = 20, OUTPUTS = PANEL };
-enum { CHECK_ROWS = EXPANDED_ROWS + 1 };
+enum { DEPTH = 2, HIDDEN = 256, HEADS = 4, SIZE = 64, INNER = 256, OUTPUTS = PANEL };
+enum { CHECK_ROWS = EXPANDED_ROWS + 1, TOKENS = (CHECK_ROWS + LANES - 1) / LANES * LANES };
 
 static uint32_t next_number(uint32_t *state) { return *state = *state * 1664525u + 1013904223u; }
 
