@@ -32,8 +32,8 @@ COMMANDS = {
     "ask, compiled": (*ASK, "--compile"),
     "ask, torch": (*ASK, "--no-compile"),
 }
-GGUF = "ask, gguf"
-BARS = {"ask, compiled": 0.5, GGUF: 0.5, "ask, torch": 1.5}
+GGUF, LLAMACPP = "ask, gguf", "ask, llama.cpp"
+BARS = {"ask, compiled": 0.5, GGUF: 0.5, LLAMACPP: 0.5, "ask, torch": 1.5}
 """The most times of `import torch` that a command may take."""
 
 
@@ -68,7 +68,8 @@ def main() -> None:
     compileall.compile_dir(Path(palaver.__file__).parent, quiet=1)
     with tempfile.TemporaryDirectory() as folder:
         file = convert_qwen3(resolve_folder("sprout"), Path(folder) / "sprout.gguf", "f16")
-        compare({**COMMANDS, GGUF: (*ASK, "--model", str(file))}, runs)
+        ask = (*ASK, "--model", str(file))
+        compare({**COMMANDS, GGUF: ask, LLAMACPP: (*ask, "--engine", "llamacpp")}, runs)
 
 
 def compare(commands: Mapping[str, Sequence[str]], runs: int) -> None:

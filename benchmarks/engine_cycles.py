@@ -91,7 +91,7 @@ async def main() -> int:
     parser.add_argument("--engine", nargs="+", choices=NAMES)
     parser.add_argument("--exact", action="store_true", help="in the exact mode")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--gguf", default="f32", choices=FILE_TYPES, help="the weights of the GGUF file")
+    parser.add_argument("--gguf", default="f32", choices=FILE_TYPES, help="the weights of llama.cpp's GGUF file")
     parser.add_argument("--threads", type=int, default=1, help="0: each engine decides itself")
     parser.add_argument("--cycles", type=int, default=1000)
     parser.add_argument("--requests", type=int, default=10_000, help="0 leaves them out")

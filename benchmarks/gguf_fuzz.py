@@ -1,9 +1,11 @@
-"""Loads GGUF files with damaged headers in the engine process: `python -m benchmarks.gguf_fuzz --files 1000`.
+"""Loads GGUF files with damaged headers in the engine process.
+
+    python -m benchmarks.gguf_fuzz --files 1000 [--engine compiled]
 
 Each file is the embedded model with bytes of its header changed: counts, lengths, types, metadata, the vocabulary, the
 shapes and places of tensors. Every file must end in one sentence or run, and nothing may hang. llama.cpp ends its
 process at some of them: that costs one file, never this process. Exits with 1 if a file hangs or fails in another way,
-or if an undamaged file does not run afterwards."""
+if compiled steps end their process, or if an undamaged file does not run afterwards."""
 
 from __future__ import annotations
 
@@ -58,6 +60,7 @@ class Fuzz:
     vocabulary: tuple[bytes, ...]
     folder: Path
     seed: int
+    engine: str
     outcomes: Counter[str] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
     slowest: float = 0.0
@@ -74,7 +77,7 @@ class Fuzz:
             outcome, sentence = await self._load(path)
             self.slowest = max(self.slowest, time.perf_counter() - began)
             self.outcomes[outcome] += 1
-            if outcome in (HUNG, WRONG):
+            if outcome in (HUNG, WRONG) or (outcome == DIED and self.engine == "compiled"):
                 self.failures.append(f"number {number}: {sentence}")
             self._write(path, {place: self.whole[place : place + len(part)] for place, part in changes.items()})
             if sum(self.outcomes.values()) % 100 == 0:
@@ -88,7 +91,9 @@ class Fuzz:
                 file.write(part)
 
     async def _load(self, path: Path) -> tuple[str, str]:
-        engine = HostedEngine(EngineSpec("llamacpp", path, self.vocabulary, context=128, max_running=1))
+        required = True if self.engine == "compiled" else None
+        spec = EngineSpec(self.engine, path, self.vocabulary, compiled=required, context=128, max_running=1)
+        engine = HostedEngine(spec)
         try:
             async with asyncio.timeout(LIMIT_S):
                 await engine.start()
@@ -107,12 +112,13 @@ class Fuzz:
             await engine.close()
 
 
-async def fuzz(files: int, seed: int, workers: int, folder: Path) -> int:
+async def fuzz(files: int, seed: int, engine: str, workers: int, folder: Path) -> int:
     """The exit status."""
     whole = convert_qwen3(resolve_folder("sprout"), folder / "whole.gguf")
     header = read_gguf(whole)
     data = whole.read_bytes()
-    found = Fuzz(data, len(data) - header.weights_bytes, tuple(load_gguf_tokenizer(header).vocabulary), folder, seed)
+    vocabulary = tuple(load_gguf_tokenizer(header).vocabulary)
+    found = Fuzz(data, len(data) - header.weights_bytes, vocabulary, folder, seed, engine)
     numbers: asyncio.Queue[int] = asyncio.Queue()
     for number in range(files):
         numbers.put_nowait(number)
@@ -133,10 +139,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--files", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--engine", choices=("llamacpp", "compiled"), default="llamacpp")
     parser.add_argument("--workers", type=int, default=2)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        sys.exit(asyncio.run(fuzz(arguments.files, arguments.seed, arguments.workers, Path(folder))))
+        given = (arguments.files, arguments.seed, arguments.engine, arguments.workers)
+        sys.exit(asyncio.run(fuzz(*given, Path(folder))))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ python -m benchmarks.kills --program 50 --model sprout
 python -m benchmarks.kills --program 10 --model sprout-omni      # a picture in every message
 python -m benchmarks.kills --fronts 50 [--database postgresql]   # one of two servers on a store
 python -m benchmarks.kills --host 50                   # the engine host, eight streams, sprout
-python -m benchmarks.kills --host 50 --model sprout.gguf
+python -m benchmarks.kills --host 50 --model sprout.gguf [--engine llamacpp]   # by default compiled steps run it
 python -m benchmarks.kills --host 10 --engine vllm --engine-python ~/vllm/bin/python --no-compile
 """
 

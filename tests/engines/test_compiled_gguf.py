@@ -290,7 +290,11 @@ def test_in_doubt_it_is_left_to_llama_cpp(case: str, tmp_path: Path) -> None:
 
 
 def test_settings_without_effect(tmp_path: Path) -> None:
-    settings = {"qwen3.attention.sliding_window": 4096, "qwen3.rope.scaling.type": "none", "qwen3.expert_count": 0}
+    settings: dict[str, Any] = {
+        "qwen3.attention.sliding_window": 4096,
+        "qwen3.rope.scaling.type": "none",
+        "qwen3.expert_count": 0,
+    }
     settings |= {"qwen3.vocab_size": tiny.SIZE, "qwen3.rope.dimension_count": 16, "general.quantized_by": "somebody"}
     open_decoder(Twins(tmp_path, "qwen3").write(**settings))
 
@@ -345,20 +349,25 @@ def test_damaged_headers(tmp_path: Path) -> None:
     twins, rng = Twins(tmp_path, "llama", **ROPES["llama3"]), random.Random(1)
     whole = twins.write("q8_0").read_bytes()
     header = len(whole) - sum(one.nbytes for one in open_decoder(twins.path)[0].tensors.values())
-    outcomes = {True: 0, False: 0}
+    refusals: list[str | None] = []
     for _ in range(300):
         data = bytearray(whole)
         for _ in range(rng.randint(1, 3)):
             data[rng.randrange(24, header)] = rng.randrange(256)
         twins.path.write_bytes(data)
-        try:
-            logits_of(decoder_of(twins.path), [3])
-        except (UnsupportedModel, BrokenModel) as error:
-            assert "\n" not in str(error)
-            outcomes[False] += 1
-        else:
-            outcomes[True] += 1
-    assert min(outcomes.values()) > 20
+        refusals.append(_refusal(twins.path))
+    refused = [why for why in refusals if why is not None]
+    assert 20 < len(refused) < 280
+    assert not any("\n" in why for why in refused)
+
+
+def _refusal(file: Path) -> str | None:
+    """Why the file is not run; None where it is."""
+    try:
+        logits_of(decoder_of(file), [3])
+    except (UnsupportedModel, BrokenModel) as error:
+        return str(error)
+    return None
 
 
 # the choice
@@ -423,7 +432,8 @@ def test_a_file_is_looked_at_again_when_it_changes(tmp_path: Path) -> None:
     twins = Twins(tmp_path, "qwen3")
     model = ResolvedModel(tmp_path, gguf=twins.write())
     assert pick_engine(model) == COMPILED
-    twins.write(**{"qwen3.logit_scale": 2.0})
+    changed: dict[str, Any] = {"qwen3.logit_scale": 2.0}
+    twins.write(**changed)
     assert pick_engine(model) == "llamacpp"
 
 

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
 Weights: TypeAlias = "Future[LoadedModel | None]"
 ChildEngine: TypeAlias = "LocalEngine | DiffusionEngine | TokenStreamEngine | ClusterEngine"
+_RUN_GGUF = ("llamacpp", "compiled")
 _PROGRESS_INTERVAL_S = 0.2
 """How often the supervisor gets the progress of loading."""
 _WARM_DELAY_S = 1.0
@@ -286,10 +287,7 @@ class EngineHost:
         reporting = asyncio.create_task(self._report_progress(progress))
         make = partial(make_engine, frame["spec"], progress, self._weights)
         try:
-            if frame["spec"].engine in (
-                "llamacpp",
-                "compiled",
-            ):  # other engines start processes, which end with the thread
+            if frame["spec"].engine in _RUN_GGUF:  # other engines start processes, which end with the thread
                 with ThreadPoolExecutor(1) as loader:  # it ends, and its OpenMP threads no longer count as busy
                     self._engine = await asyncio.get_running_loop().run_in_executor(loader, make)
             else:
