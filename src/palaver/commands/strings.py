@@ -64,9 +64,11 @@ TEMPLATE = "A chat template to use instead of the model's own."
 DEVICE = "cpu, cuda, cuda:1 or mps (gpu with llamacpp and mlx); by default the best one available."
 DTYPE = "float32, bfloat16 or float16."
 EXACT = "Make replies independent of other requests, to the bit. Slower."
-COMPILE = "Require or disable the compiled CPU code; by default it is used where possible."
+COMPILE = (
+    "Require or disable the compiled CPU code (llama.cpp then runs a GGUF file); by default it is used where possible."
+)
 ENGINE = (
-    "Which engine runs the model: auto, torch, llamacpp, mlx, diffusion, vllm, or a server elsewhere:"
+    "Which engine runs the model: auto, torch, compiled, llamacpp, mlx, diffusion, vllm, or a server elsewhere:"
     " vllm+https://HOST or llamacpp+https://HOST ($PALAVER_ENGINE_KEY is its key), or replicas on a Ray cluster:"
     " ray://auto on one of its nodes."
 )
