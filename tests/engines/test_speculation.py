@@ -90,6 +90,13 @@ def test_drafts_are_as_long_as_pays() -> None:
     assert len(draft(text, extra=1.0)) == 0
 
 
+def test_the_next_pass_waits_for_its_tokens_only_where_drafts_pay() -> None:
+    lookup = DraftLookup(list(b"0123456789abcdefghijklmnopqrstuvwxyz" * 2))
+    assert lookup.is_promising(15, FixedCosts(0.0))
+    assert not lookup.is_promising(15, FixedCosts(1.0))
+    assert not DraftLookup(list(b"01abcd-ab")).is_promising(15, FixedCosts(0.0)), "a short match holds too seldom"
+
+
 def test_what_drafts_cost_is_learned_from_passes() -> None:
     costs = PassCosts()
     costs.record_plain(1, 0.010)

@@ -342,8 +342,10 @@ class Scheduler:
         rows = [row for row, s in enumerate(ahead.sequences) if self._is_ahead(s) and row not in ahead.dropped]
         if not rows or ahead.logits is None:
             return False
-        logits = ahead.logits if len(rows) == len(ahead.sequences) else ahead.logits.select(rows)
-        self._emit_all([ahead.sequences[row] for row in rows], logits)
+        whole = len(rows) == len(ahead.sequences)
+        self._emit_all([ahead.sequences[row] for row in rows], ahead.logits if whole else ahead.logits.select(rows))
+        if whole and not ahead.prompts:
+            self._pass_costs.record_plain(len(rows), time.perf_counter() - ahead.began)
         return True
 
     def _is_ahead(self, sequence: SequenceState) -> bool:
@@ -360,11 +362,15 @@ class Scheduler:
                 ahead = self._ahead = _AheadPass(self._runner.run_ahead, sequences, prompts)
         for sequence, step in zip(sequences, _sample(logits, sequences, ahead), strict=True):
             self._emit(sequence, step)
+        if ahead is not None:
+            ahead.began = time.perf_counter()
 
     def _expects_drafts(self, sequences: list[SequenceState]) -> bool:
         """Whether the next pass is better started when its tokens are known, with drafts behind them."""
-        few = 2 * len(sequences) <= MAX_ROWS
-        return self._runner.verify_drafts is not None and few and any(self._lookup(s).promising for s in sequences)
+        most, costs = MAX_ROWS // len(sequences) - 1, self._pass_costs
+        if self._runner.verify_drafts is None or most < 1:
+            return False
+        return any(self._lookup(sequence).is_promising(most, costs, len(self._running)) for sequence in sequences)
 
     def _decode_cached(self) -> None:
         """Samples the first tokens of cached prompts from their cached logits, without a pass."""
@@ -470,6 +476,8 @@ class _AheadPass:
         """None until the pass is started, and where it can't be."""
         self.dropped: set[int] = set()
         """Rows that were computed with another token than the sequence has."""
+        self.began = 0.0
+        """When the host had read the tokens of the pass before: passes take as long as from then to the next time."""
 
     def start(self, tokens: object) -> None:
         """Best effort: what can't run ahead is computed when its tokens are known."""

@@ -97,17 +97,21 @@ class DraftLookup:
         self._match = 0
         """The size of the match of the last draft."""
 
-    @property
-    def promising(self) -> bool:
-        """Whether the tokens before the next one stood in the text before, so that drafts are likely."""
-        return self._find()[1] >= PROMISING_MATCH
+    def is_promising(self, max_tokens: int, costs: PassCosts, sequences: int = 1) -> bool:
+        """Whether the tokens before the next one stood in the text before, so that drafts are likely, and as many as
+        `max_tokens` would pay."""
+        place, match = self._find()
+        if not place or match < PROMISING_MATCH:
+            return False
+        self._match = match
+        self._allow()
+        return self._best_length(max_tokens, costs, sequences) > 0
 
     def propose(self, max_tokens: int, costs: PassCosts, sequences: int = 1) -> Sequence[int]:
         """The tokens that may come next, at most `max_tokens`; none where it is better to do without. `sequences` share
         the pass."""
         ids = self._token_ids
-        self._credit = min(MAX_CREDIT, self._credit + ALLOWANCE * (len(ids) - self._credited))
-        self._credited = len(ids)
+        self._allow()
         place, self._match = self._find()
         if not place:
             return ()
@@ -123,6 +127,12 @@ class DraftLookup:
             self._shares[kind] += SHARE_WEIGHT * ((place < accepted) - self._shares[kind])
         if not accepted:
             self._distance = 0
+
+    def _allow(self) -> None:
+        """Adds the allowance for the tokens since the last call."""
+        tokens = len(self._token_ids)
+        self._credit = min(MAX_CREDIT, self._credit + ALLOWANCE * (tokens - self._credited))
+        self._credited = tokens
 
     @property
     def _kind(self) -> int:
