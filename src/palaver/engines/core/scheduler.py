@@ -286,7 +286,8 @@ class Scheduler:
         drafts = [self._draft(sequence, most) for sequence in sequences]
         if not any(drafts):
             return False
-        began, extra = time.perf_counter(), 0.0
+        began, drafted = time.perf_counter(), sum(map(len, drafts))
+        extra = self._pass_costs.extra(len(sequences), drafted)
         try:
             logits = verify(sequences, drafts)
         except Exception as error:
@@ -298,12 +299,13 @@ class Scheduler:
         while verified:
             rows = [first + accepted for _, _, first in verified]
             steps = _sample(logits.select(rows), [sequence for sequence, _, _ in verified])
-            if not accepted:
-                seconds = time.perf_counter() - began
-                extra = self._pass_costs.record_drafting(len(sequences), sum(map(len, drafts)), seconds)
+            if not accepted and self._runner.run_ahead is None:
+                extra = self._pass_costs.record_drafting(len(sequences), drafted, time.perf_counter() - began)
             held = [self._accept(*one, accepted, extra) for one in zip(verified, steps, strict=True)]
             verified = [one for one, holds in zip(verified, held, strict=True) if holds]
             accepted += 1
+        if self._runner.run_ahead is not None:  # without drafts the device would not wait while the host samples
+            self._pass_costs.record_drafting(len(sequences), drafted, time.perf_counter() - began)
         return True
 
     def _draft(self, sequence: SequenceState, most: int) -> Sequence[int]:

@@ -45,7 +45,8 @@ MAX_OUTLIER = 2.0
 
 
 class PassCosts:
-    """The times of passes by what they compute, each with the sampling of its first tokens."""
+    """The times of passes by what they compute, each with the sampling of its first tokens or, where passes run ahead
+    while the host samples, of all."""
 
     def __init__(self) -> None:
         self._plain: dict[int, float] = {}
