@@ -124,6 +124,10 @@ def some_kinds(name: str) -> str:
     return kinds.get(name.split(".")[-2], "f32")
 
 
+def kind_name(kind: Kinds) -> str:
+    return kind if isinstance(kind, str) else "several"
+
+
 # numbers
 
 
@@ -144,7 +148,7 @@ def test_blocks_stand_for_what_ggml_says(kind: str) -> None:
             assert np.array_equal(dequantise(kind, data), expected, equal_nan=True)
 
 
-@pytest.mark.parametrize("kind", [*QUANTISED, "f16", "bf16", some_kinds], ids=str)
+@pytest.mark.parametrize("kind", [*QUANTISED, "f16", "bf16", some_kinds], ids=kind_name)
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_bits_are_those_of_float32_weights(kind: Kinds, tied: bool, tmp_path: Path) -> None:
     """For every number of rows, in each of which the weights are computed in another way, and of threads."""
@@ -219,7 +223,7 @@ def test_logits_are_those_of_llama_cpp(family: str, rope: str, tmp_path: Path) -
     assert np.abs(found - llama_logits(file)).max() < 2e-3
 
 
-@pytest.mark.parametrize("kind", [*QUANTISED, some_kinds], ids=str)
+@pytest.mark.parametrize("kind", [*QUANTISED, some_kinds], ids=kind_name)
 def test_logits_of_quantised_weights_are_those_of_llama_cpp(kind: Kinds, tmp_path: Path) -> None:
     """Up to its own rounding: it rounds the other factor of each product to 8 bits. Any other order of the weights
     gives logits that have nothing in common with these."""
