@@ -29,7 +29,7 @@ from typing import Any
 
 from benchmarks.cluster_faults import KINDS, kills, processes, rolling
 from palaver.chat.deployment import EngineDeployment, bind_replicas, build
-from palaver.chat.engine_spec import LoadOptions
+from palaver.chat.engine_choice import LoadOptions
 from palaver.chat.model_loader import ModelLoader
 from palaver.chat.reply_stream import ReplyRequest
 from palaver.engines.base import Engine

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from benchmarks.fronts import databases
 from palaver.chat.continuation import replay
-from palaver.chat.engine_spec import LoadOptions
+from palaver.chat.engine_choice import LoadOptions
 from palaver.chat.interface import Chat
 from palaver.chat.service import Service
 from palaver.chat.turn_log import LogEntry

@@ -28,7 +28,7 @@ from statistics import median
 import numpy as np
 from PIL import Image as Pixels
 
-from palaver.chat.engine_spec import LoadOptions
+from palaver.chat.engine_choice import LoadOptions
 from palaver.chat.model import Model
 from palaver.chat.model_loader import ModelLoader
 from palaver.chat.reply_stream import ReplyRequest

@@ -23,7 +23,7 @@ from pathlib import Path
 import httpx
 import psutil
 
-from palaver.chat.engine_spec import LoadOptions
+from palaver.chat.engine_choice import LoadOptions
 from palaver.chat.service import Service
 from palaver.commands.options import make_pool, parse_size
 from palaver.models.resolver import embedded_models

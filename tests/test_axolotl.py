@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from jinja2 import Environment
 
-from palaver.chat.engine_spec import LoadOptions
+from palaver.chat.engine_choice import LoadOptions
 from palaver.chat.interface import Column
 from palaver.chat.service import Service
 from palaver.commands.options import make_pool

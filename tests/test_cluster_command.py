@@ -7,7 +7,7 @@ import yaml
 from typer.testing import CliRunner
 
 from palaver.chat.deployment import EngineDeployment
-from palaver.chat.engine_spec import RAY, LoadOptions, pick_engine
+from palaver.chat.engine_choice import RAY, LoadOptions, pick_engine
 from palaver.cli import app
 from palaver.commands.cluster import check_interfaces, check_private
 from palaver.engines.cluster.engine import application_name, parse_address

@@ -14,8 +14,8 @@ from palaver.engines.mlx.loader import is_apple_silicon, is_installed
 if not is_installed():
     pytest.skip("NOTHING IS SHOWN HERE: mlx and mlx-lm are not installed", allow_module_level=True)
 
-from palaver.chat import engine_spec
-from palaver.chat.engine_spec import LoadOptions, check_engine_options, make_spec, pick_engine
+from palaver.chat import engine_choice
+from palaver.chat.engine_choice import LoadOptions, check_engine_options, make_spec, pick_engine
 from palaver.chat.model import load_model_format
 from palaver.engines.host.supervisor import HostedEngine
 from palaver.errors import BadParameter, BrokenModel
@@ -74,14 +74,14 @@ def test_on_apple_silicon_mlx_is_the_default_for_folders(
     sprout: Path, plain: ResolvedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert pick_engine(plain) == ("mlx" if is_apple_silicon() else "torch")
-    monkeypatch.setattr(engine_spec, "is_apple_silicon", lambda: True)
+    monkeypatch.setattr(engine_choice, "is_apple_silicon", lambda: True)
     assert pick_engine(resolve_model(str(sprout))) == "mlx"
     assert check_engine_options(plain, LoadOptions()) == check_engine_options(plain, LoadOptions(device="gpu")) == "mlx"
     for needs_torch in (LoadOptions(compiled=False), LoadOptions(adapter=sprout), LoadOptions(device="mps")):
         assert check_engine_options(plain, needs_torch) == "torch"
     assert pick_engine(resolve_model("sprout")) == "torch", "the compiled decoder is quicker for it"
     assert pick_engine(ResolvedModel(plain.folder, adapter=sprout)) == "torch"
-    monkeypatch.setattr(engine_spec, "is_installed", lambda: False)
+    monkeypatch.setattr(engine_choice, "is_installed", lambda: False)
     assert pick_engine(plain) == "torch"
     assert pick_engine(resolve_model(str(sprout))) == "mlx", "which says what to install"
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from palaver.chat.continuation import replay
-from palaver.chat.engine_spec import STATES, LoadOptions
+from palaver.chat.engine_choice import STATES, LoadOptions
 from palaver.chat.interface import Chat
 from palaver.chat.model_loader import ModelLoader
 from palaver.chat.model_pool import ModelPool

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from palaver.chat.continuation import replay
-from palaver.chat.engine_spec import LoadOptions
+from palaver.chat.engine_choice import LoadOptions
 from palaver.chat.interface import Chat
 from palaver.chat.model_loader import ModelLoader
 from palaver.chat.model_pool import ModelPool

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from palaver.chat.engine_spec import LoadOptions
+from palaver.chat.engine_choice import LoadOptions
 from palaver.chat.interface import ConversationChange, SentMessage
 from palaver.chat.model import Model, build_model, load_model_format
 from palaver.chat.model_pool import ModelPool

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from palaver.chat.engine_spec import LoadOptions
+from palaver.chat.engine_choice import LoadOptions
 from palaver.chat.model import Model, build_model, load_model_format
 from palaver.chat.model_pool import ModelPool
 from palaver.chat.service import Service

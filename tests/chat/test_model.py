@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from palaver.chat.engine_spec import LoadOptions
+from palaver.chat.engine_choice import LoadOptions
 from palaver.chat.interface import ModelState
 from palaver.chat.model import Model, load_model_format
 from palaver.chat.model_loader import ModelLoader

@@ -18,7 +18,7 @@ import ray
 from ray import serve
 
 from palaver.chat.deployment import EngineDeployment, bind_replicas, build
-from palaver.chat.engine_spec import LoadOptions
+from palaver.chat.engine_choice import LoadOptions
 from palaver.chat.model import Model
 from palaver.chat.model_loader import ModelLoader
 from palaver.chat.reply_stream import ReplyRequest

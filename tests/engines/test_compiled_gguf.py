@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from palaver.chat import engine_spec
-from palaver.chat.engine_spec import COMPILED, LoadOptions, check_engine_options, make_spec, pick_engine
+from palaver.chat import engine_choice
+from palaver.chat.engine_choice import COMPILED, LoadOptions, check_engine_options, make_spec, pick_engine
 from palaver.engines import loader
 from palaver.engines.base import BY_TEXT
 from palaver.engines.compiled import build
@@ -386,8 +386,8 @@ def plain(tmp_path: Path) -> ResolvedModel:
 def cpu_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Linux without a GPU, with llama.cpp."""
     monkeypatch.setattr(sys, "platform", "linux")
-    monkeypatch.setattr(engine_spec, "has_accelerator", lambda: False)
-    monkeypatch.setattr(engine_spec, "has_llamacpp", lambda: True)
+    monkeypatch.setattr(engine_choice, "has_accelerator", lambda: False)
+    monkeypatch.setattr(engine_choice, "has_llamacpp", lambda: True)
 
 
 @pytest.mark.usefixtures("cpu_machine")
@@ -422,10 +422,10 @@ def test_what_only_llama_cpp_does(plain: ResolvedModel, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("cpu_machine")
 def test_the_machine_decides(plain: ResolvedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_spec, "has_accelerator", lambda: True)
+    monkeypatch.setattr(engine_choice, "has_accelerator", lambda: True)
     assert pick_engine(plain) == "llamacpp"
     assert pick_engine(plain, LoadOptions(device="cpu")) == COMPILED
-    monkeypatch.setattr(engine_spec, "has_llamacpp", lambda: False)
+    monkeypatch.setattr(engine_choice, "has_llamacpp", lambda: False)
     assert pick_engine(plain) == COMPILED
     monkeypatch.setattr(build, "can_build", lambda: False)
     assert pick_engine(plain) == "llamacpp", "which says what to install"

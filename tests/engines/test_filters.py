@@ -14,8 +14,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from palaver.engines.core.dry import DryPenalty
 from palaver.engines.core.generation import PendingStep
-from palaver.engines.core.logits_processor import LogitsProcessor, RepetitionPenalty
+from palaver.engines.core.logits_processor import LogitsProcessor
 from palaver.engines.core.reply_state import ReplyState
 from palaver.engines.core.rng import XTC_STREAM, uniform
 from palaver.engines.core.sampler import HostLogits
@@ -152,7 +153,7 @@ DRY = Sampling(dry_multiplier=0.8, dry_sequence_breakers=("\n", ":", "*", "<>"))
 def test_dry_against_every_place_compared(ids: list[int], at: int, last_n: int, allowed: int) -> None:
     """And however many of the tokens come one after the other: a continued reply has the penalties of an uncut one."""
     sampling = replace(DRY, dry_penalty_last_n=last_n, dry_allowed_length=allowed)
-    dry = RepetitionPenalty(sampling, VocabularyIndex(VOCABULARY), len(VOCABULARY))
+    dry = DryPenalty(sampling, VocabularyIndex(VOCABULARY), len(VOCABULARY))
     dry.extend(ids[:at])
     for token_id in ids[at:]:
         dry.append(token_id)
@@ -164,7 +165,7 @@ def test_dry_against_every_place_compared(ids: list[int], at: int, last_n: int, 
 def test_dry_makes_a_repetition_less_likely() -> None:
     prompt = Prompt((0, 1, 2, 9, 0, 1))
     reply = ReplyState(prompt, DRY, VOCABULARY)
-    dry = RepetitionPenalty(DRY, VocabularyIndex(VOCABULARY), len(VOCABULARY))
+    dry = DryPenalty(DRY, VocabularyIndex(VOCABULARY), len(VOCABULARY))
     one = LogitsProcessor(prompt, DRY, 0, reply, len(VOCABULARY), dry=dry)
     scores = np.zeros(len(VOCABULARY), dtype=np.float32)
     one.changes().apply(scores)
@@ -178,7 +179,7 @@ def test_dry_makes_a_repetition_less_likely() -> None:
 
 
 def test_a_long_repetition_takes_a_bounded_penalty() -> None:
-    dry = RepetitionPenalty(replace(DRY, dry_base=10.0), VocabularyIndex(VOCABULARY), len(VOCABULARY))
+    dry = DryPenalty(replace(DRY, dry_base=10.0), VocabularyIndex(VOCABULARY), len(VOCABULARY))
     dry.extend([0] * 3000)
     for _ in range(5):
         dry.append(0)

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("xllamacpp", reason="NOTHING IS SHOWN HERE: xllamacpp is not installed")
 
-from palaver.chat.engine_spec import LoadOptions, make_spec, pick_engine
+from palaver.chat.engine_choice import LoadOptions, make_spec, pick_engine
 from palaver.engines.host.frames import EngineSpec
 from palaver.engines.host.process import ChildProcess
 from palaver.engines.host.supervisor import HostedEngine

@@ -18,7 +18,7 @@ import pytest
 
 pytest.importorskip("xllamacpp", reason="NOTHING IS SHOWN HERE: xllamacpp is not installed")
 
-from palaver.chat.engine_spec import LoadOptions
+from palaver.chat.engine_choice import LoadOptions
 from palaver.chat.model import build_model, load_model_format
 from palaver.engines.core.media import MediaCache, integer_keys
 from palaver.engines.core.options import EngineOptions

@@ -105,7 +105,7 @@ def test_a_plain_decoder_on_torch_needs_no_transformers() -> None:
 
 
 def test_a_process_can_be_started_before_the_slow_imports() -> None:
-    code = "import sys, palaver.cli, palaver.chat.engine_spec, palaver.engines.host.process; print(*sys.modules)"
+    code = "import sys, palaver.cli, palaver.chat.engine_choice, palaver.engines.host.process; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     slow = {"asyncio", "pydantic", "numpy", "jinja2", "tokenizers", "palaver.formats.base", "palaver.engines.base"}
     assert not slow & set(done.stdout.split())

@@ -13,7 +13,7 @@ from typing import Any
 
 import uvicorn
 
-from palaver.chat.engine_spec import DIFFUSION, LoadOptions, file_kind, make_spec
+from palaver.chat.engine_choice import DIFFUSION, LoadOptions, file_kind, make_spec
 from palaver.chat.model import Model, build_model, load_model_format
 from palaver.chat.model_pool import ModelPool
 from palaver.chat.service import Service

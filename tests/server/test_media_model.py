@@ -16,7 +16,7 @@ import openai
 import pytest
 import soundfile
 
-from palaver.chat.engine_spec import LoadOptions
+from palaver.chat.engine_choice import LoadOptions
 from palaver.chat.model import Model
 from palaver.chat.model_loader import ModelLoader
 from palaver.chat.reply_stream import ReplyRequest

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from palaver.addresses import AddressGuard
-from palaver.chat.engine_spec import STATES, LoadOptions
+from palaver.chat.engine_choice import STATES, LoadOptions
 from palaver.chat.model import Model
 from palaver.chat.model_loader import ModelLoader
 from palaver.chat.model_pool import ModelPool

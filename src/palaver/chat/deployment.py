@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from palaver import __version__
-from palaver.chat.engine_spec import LoadOptions
+from palaver.chat.engine_choice import LoadOptions
 from palaver.chat.model_loader import ModelLoader
 from palaver.engines.base import Engine
 from palaver.engines.cluster.engine import DEPLOYMENT, application_name

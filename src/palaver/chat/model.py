@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from palaver.chat.attachments import check_messages, describe_result_media, has_result_media
-from palaver.chat.engine_spec import LoadOptions
+from palaver.chat.engine_choice import LoadOptions
 from palaver.chat.media_expander import MediaExpander
 from palaver.chat.reply_stream import (
     BatchReader,

@@ -8,7 +8,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TypeVar
 
-from palaver.chat.engine_spec import ELSEWHERE, RAY_ADDRESS, LoadOptions, check_engine_options, engine_python, make_spec
+from palaver.chat.engine_choice import (
+    ELSEWHERE,
+    RAY_ADDRESS,
+    LoadOptions,
+    check_engine_options,
+    engine_python,
+    make_spec,
+)
 from palaver.chat.interface import ModelCard, ModelState
 from palaver.chat.model import Model, build_model, load_model_format
 from palaver.engines.base import Engine, EngineState, EngineStatus

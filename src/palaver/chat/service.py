@@ -8,11 +8,12 @@ from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack, suppress
 from typing import TYPE_CHECKING
 
-from palaver.chat.continuation import Continuation, Recovery, is_same_tokenizer
+from palaver.chat.continuation import Continuation, is_same_tokenizer
 from palaver.chat.fronts import Fronts
 from palaver.chat.interface import ModelState
 from palaver.chat.local_chat import LocalChat
 from palaver.chat.model_pool import ModelPool
+from palaver.chat.recovery import Recovery
 from palaver.chat.reply_request import RequestBuilder
 from palaver.chat.subscription import TurnSubscription
 from palaver.chat.titles import TitleWriter

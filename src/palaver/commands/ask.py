@@ -38,7 +38,7 @@ from palaver.errors import BadParameter, EmptyMessage, PalaverError, RequestErro
 from palaver.repl import strings as repl_strings
 
 if TYPE_CHECKING:
-    from palaver.chat.engine_spec import LoadOptions
+    from palaver.chat.engine_choice import LoadOptions
     from palaver.chat.interface import Chat
     from palaver.chat.model import Model
     from palaver.chat.reply_stream import ReplyRequest
@@ -146,14 +146,14 @@ def _check_flags(server: str | None, no_server: bool, raw: bool, is_stored: bool
 
 
 def _needs_engine(options: LoadOptions) -> bool:
-    from palaver.chat.engine_spec import LoadOptions
+    from palaver.chat.engine_choice import LoadOptions
 
     return options != LoadOptions()
 
 
 def _ask_here(question: Question, output: Output, model: str | None, options: LoadOptions) -> Answer:
     """With a model in this process."""
-    from palaver.chat.engine_spec import LLAMACPP, check_engine_options
+    from palaver.chat.engine_choice import LLAMACPP, check_engine_options
     from palaver.engines.host.process import ChildProcess
     from palaver.memory import no_collections
     from palaver.models.resolver import DEFAULT_MODEL, resolve_model
@@ -455,7 +455,7 @@ async def load_engine(
 
     `child` is a process for the host that was started ahead.
     """
-    from palaver.chat.engine_spec import COMPILED, DIFFUSION, HOSTED, LLAMACPP, MLX, check_engine_options
+    from palaver.chat.engine_choice import COMPILED, DIFFUSION, HOSTED, LLAMACPP, MLX, check_engine_options
     from palaver.memory import no_collections
 
     engine = check_engine_options(model, options)
@@ -499,7 +499,7 @@ async def load_engine(
 async def _start_host(
     model: ResolvedModel, tokenizer: FastTokenizer, options: LoadOptions, child: ChildProcess | None
 ) -> Engine:
-    from palaver.chat.engine_spec import make_spec
+    from palaver.chat.engine_choice import make_spec
     from palaver.engines.host.supervisor import HostedEngine
 
     hosted = HostedEngine(make_spec(model, tokenizer.vocabulary, replace(options, max_running=1)), child=child)

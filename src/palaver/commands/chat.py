@@ -35,7 +35,7 @@ from palaver.commands.options import (
 )
 
 if TYPE_CHECKING:
-    from palaver.chat.engine_spec import LoadOptions
+    from palaver.chat.engine_choice import LoadOptions
     from palaver.chat.interface import Chat
 
 ResumeOption = Annotated[bool, typer.Option("--resume", "-r", help=strings.RESUME)]
@@ -75,7 +75,7 @@ def chat(
     import asyncio
     from dataclasses import replace
 
-    from palaver.chat.engine_spec import LoadOptions
+    from palaver.chat.engine_choice import LoadOptions
     from palaver.client.http_chat import HttpChat
     from palaver.repl.session import run as run_session
     from palaver.repl.settings import SessionSettings, ThinkingDisplay
@@ -151,7 +151,7 @@ async def _local_chat(
     import asyncio
     from dataclasses import replace
 
-    from palaver.chat.engine_spec import STATES
+    from palaver.chat.engine_choice import STATES
     from palaver.chat.service import Service
     from palaver.models.resolver import DEFAULT_MODEL
     from palaver.store import open_store

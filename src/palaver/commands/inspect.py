@@ -18,7 +18,7 @@ from palaver.commands.options import (
 )
 
 if TYPE_CHECKING:
-    from palaver.chat.engine_spec import LoadOptions
+    from palaver.chat.engine_choice import LoadOptions
     from palaver.engines.base import EngineInfo
     from palaver.formats.base import Format
     from palaver.formats.tokenizer import FastTokenizer
@@ -50,7 +50,7 @@ def inspect(
     """Say what a model is: which engine runs it and how fast, whether it fits, its defaults, how it talks."""
     import asyncio
 
-    from palaver.chat.engine_spec import check_engine_options
+    from palaver.chat.engine_choice import check_engine_options
     from palaver.chat.model import load_model_format
     from palaver.models.resolver import DEFAULT_MODEL, resolve_model
 
@@ -72,7 +72,7 @@ def inspect(
 
 
 def _describe_fit(model: ResolvedModel, engine: str, options: LoadOptions) -> str:
-    from palaver.chat.engine_spec import COMPILED, DIFFUSION, ELSEWHERE, MLX
+    from palaver.chat.engine_choice import COMPILED, DIFFUSION, ELSEWHERE, MLX
 
     if engine in ELSEWHERE:
         return strings.INSPECT_ELSEWHERE
@@ -97,7 +97,7 @@ def _describe_fit(model: ResolvedModel, engine: str, options: LoadOptions) -> st
 
 
 def _describe_choice(model: ResolvedModel, engine: str, options: LoadOptions) -> Iterator[tuple[str, str]]:
-    from palaver.chat.engine_spec import AUTO, COMPILED, ENGINE_FILES, file_kind
+    from palaver.chat.engine_choice import AUTO, COMPILED, ENGINE_FILES, file_kind
 
     because = strings.INSPECT_BECAUSE if options.engine == AUTO else strings.INSPECT_CHOSEN
     files = ENGINE_FILES[COMPILED if engine == COMPILED else file_kind(model)]

@@ -47,7 +47,7 @@ def list_(data: DataOption = None) -> None:
 
 @models.command(help=strings.MODELS_SHOW)
 def show(name: NameArgument, data: DataOption = None) -> None:
-    from palaver.chat.engine_spec import LoadOptions
+    from palaver.chat.engine_choice import LoadOptions
     from palaver.chat.model import load_model_format
     from palaver.models.disk import machine_fit, read_facts
     from palaver.models.resolver import resolve_model

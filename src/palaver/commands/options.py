@@ -21,7 +21,7 @@ from palaver.commands import strings
 from palaver.errors import BadParameter, PalaverError, RequestError
 
 if TYPE_CHECKING:
-    from palaver.chat.engine_spec import LoadOptions
+    from palaver.chat.engine_choice import LoadOptions
     from palaver.chat.model_pool import ModelPool
     from palaver.store import Store
 
@@ -163,7 +163,7 @@ class EngineFlags:
     approximate_cache: ApproximateCacheOption = False
 
     def load_options(self, raw: bool = False) -> LoadOptions:
-        from palaver.chat.engine_spec import LoadOptions
+        from palaver.chat.engine_choice import LoadOptions
 
         return LoadOptions(
             template=self.template,
@@ -335,7 +335,7 @@ def make_pool(
     one kind of model are for it alone."""
     from dataclasses import replace
 
-    from palaver.chat.engine_spec import LoadOptions
+    from palaver.chat.engine_choice import LoadOptions
     from palaver.chat.model_loader import ModelLoader
     from palaver.chat.model_pool import ModelPool, PoolLimits
     from palaver.models.catalog import FILE_NAME, Catalog, CatalogEntry, read_catalog

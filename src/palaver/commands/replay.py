@@ -20,7 +20,7 @@ from palaver.commands.options import (
 
 if TYPE_CHECKING:
     from palaver.chat.continuation import ReplayResult
-    from palaver.chat.engine_spec import LoadOptions
+    from palaver.chat.engine_choice import LoadOptions
     from palaver.store import Store
 
 Fingerprints: TypeAlias = tuple[tuple[int, str], ...]
@@ -60,7 +60,7 @@ def _recorded_options(recorded: Fingerprints, options: LoadOptions) -> LoadOptio
     """Load options as recorded with the reply; explicit flags take precedence."""
     from dataclasses import replace
 
-    from palaver.chat.engine_spec import LLAMACPP, MLX, VLLM
+    from palaver.chat.engine_choice import LLAMACPP, MLX, VLLM
     from palaver.engines.base import (
         APPROXIMATE_RUNNER,
         BATCHED,

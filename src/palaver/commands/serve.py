@@ -90,7 +90,7 @@ def serve(
     import asyncio
     from dataclasses import replace
 
-    from palaver.chat.engine_spec import STATES
+    from palaver.chat.engine_choice import STATES
     from palaver.memory import return_large_blocks
     from palaver.models.resolver import DEFAULT_MODEL
     from palaver.server.app import log_to_stderr

@@ -65,7 +65,7 @@ def conversations(
 
 def delete(ids: IdsArgument, data: DataOption = None, database: DatabaseOption = None) -> None:
     """Put conversations out of sight; `palaver undelete` brings them back."""
-    from palaver.chat.engine_spec import STATES
+    from palaver.chat.engine_choice import STATES
     from palaver.engines.llamacpp.state_files import remove_states
 
     with store_context(data, database) as store:

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from palaver.chat.engine_spec import LoadOptions
+from palaver.chat.engine_choice import LoadOptions
 from palaver.chat.model import Model, build_model, load_model_format
 from palaver.chat.reply_stream import ReplyRequest
 from palaver.engines.torch import EngineOptions, load

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from palaver.chat.engine_spec import LoadOptions
+from palaver.chat.engine_choice import LoadOptions
 from palaver.chat.model import Model, build_model, load_model_format
 from palaver.chat.model_pool import ModelPool
 from palaver.chat.service import Service
