@@ -68,8 +68,9 @@ chromium:
 compiler:
 	$(call debian,C compiler,command -v cc >/dev/null || command -v gcc >/dev/null || command -v clang >/dev/null,gcc libc6-dev,compiled steps are not tested)
 
-# A worker gets whole files, in order: their models and servers start once, and the browser's tests come last
-WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
+# A worker gets whole files, in order: their models and servers start once, and the browser's tests come last. Tests
+# wait for processes and browsers, so three workers suit two cores
+WORKERS := -n 3 --dist loadfile --no-loadscope-reorder
 
 test: lint postgres chromium compiler
 	@$(PY) web/build.py || echo "!!! The page could not be built: it is not tested."
