@@ -12,8 +12,8 @@ import jsonschema_rs
 import numpy as np
 
 from palaver.constraints import Constraint
-from palaver.engines.core.grammar import ReplyGrammar
 from palaver.engines.core.logits_changes import LogitsChanges, Mask
+from palaver.engines.core.reply_grammar import ReplyGrammar
 from palaver.engines.core.reply_state import ReplyState
 from palaver.engines.core.token_masks import VocabularyIndex
 from palaver.engines.grammars import CompiledGrammar, GrammarCompiler

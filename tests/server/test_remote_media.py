@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from palaver.addresses import Address, AddressGuard, is_public
+from palaver.address_guard import Address, AddressGuard, is_public
 from palaver.media import BadMedia
 from palaver.server.remote_media import RemoteMedia
 from tests import media_files

@@ -12,7 +12,7 @@ from urllib.parse import parse_qs, urlsplit
 import httpx
 import pytest
 
-from palaver.addresses import Address, AddressGuard
+from palaver.address_guard import Address, AddressGuard
 from palaver.tools.config import BadToolServer, ServerConfig
 from palaver.tools.oauth import listen_for_code
 from palaver.tools.servers import NEEDS_SIGN_IN, ToolServerFailed, ToolServerState

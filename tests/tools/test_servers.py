@@ -16,7 +16,7 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
-from palaver.addresses import Address, AddressGuard
+from palaver.address_guard import Address, AddressGuard
 from palaver.cli import app
 from palaver.tools.config import BadToolServer, ServerConfig, add_server, parse_server, read_servers, remove_server
 from palaver.tools.demo import calculate_expression, roll

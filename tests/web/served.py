@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from palaver.addresses import AddressGuard
+from palaver.address_guard import AddressGuard
 from palaver.chat.engine_choice import STATES, LoadOptions
 from palaver.chat.model import Model
 from palaver.chat.model_loader import ModelLoader

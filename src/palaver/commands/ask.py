@@ -226,7 +226,7 @@ async def _stream_completion(client: CompletionClient, question: Question, outpu
             async for chunk in chunks:
                 _add_chunk(answer, chunk, output)
 
-    from palaver.repl.interrupts import handle_interrupt
+    from palaver.repl.signals import handle_interrupt
 
     reading = asyncio.ensure_future(read())
     with handle_interrupt(reading.cancel):
@@ -338,8 +338,8 @@ async def _ask_in_conversation(
 
     from palaver.events import Failed, fold
     from palaver.messages import Message, Role, Text
-    from palaver.repl.interrupts import handle_interrupt
     from palaver.repl.plain import PlainPrinter
+    from palaver.repl.signals import handle_interrupt
     from palaver.repl.text import one_line
 
     await chat.wait_until_ready()

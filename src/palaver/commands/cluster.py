@@ -128,7 +128,7 @@ def status() -> None:
 
 def check_private(host: str) -> str:
     """Raises BadParameter unless the address is that of one private interface, or of the loopback."""
-    from palaver.addresses import is_public
+    from palaver.address_guard import is_public
 
     try:
         address = ipaddress.ip_address(host)
@@ -141,7 +141,7 @@ def check_private(host: str) -> str:
 
 def check_interfaces(addresses: Iterable[str]) -> None:
     """Raises BadParameter if the machine has a public address: Ray listens on all of them, whatever it is told."""
-    from palaver.addresses import is_public
+    from palaver.address_guard import is_public
 
     for text in addresses:
         if is_public(ipaddress.ip_address(text.partition("%")[0])):

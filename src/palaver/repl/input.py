@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol, TextIO
 
-from palaver.repl.interrupts import handle_interrupt
+from palaver.repl.signals import handle_interrupt
 
 DOUBLE_PRESS_SECONDS = 1.0
 """A second Ctrl+C within this time drops the stopped reply."""

@@ -35,7 +35,7 @@ from palaver.repl import strings
 from palaver.repl.command_table import CommandCompleter
 from palaver.repl.commands.thinking import toggle
 from palaver.repl.input import DOUBLE_PRESS_SECONDS, KeyActions, LastMessage, ReplyDropped, TypedLine
-from palaver.repl.interrupts import handle_interrupt
+from palaver.repl.signals import handle_interrupt
 from palaver.repl.status import first_screen, loading_line, ready_lines
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from palaver.events import (
 from palaver.generation import Finish
 from palaver.phases import Phase
 from palaver.repl import strings
-from palaver.repl.interrupts import handle_interrupt
+from palaver.repl.signals import handle_interrupt
 from palaver.repl.text import sanitize
 
 if TYPE_CHECKING:

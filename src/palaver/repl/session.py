@@ -22,11 +22,11 @@ from palaver.repl import strings
 from palaver.repl.command_table import CommandLine, CommandTable, MessageLine, parse_line
 from palaver.repl.cursor import ConversationCursor, ConversationSettings, find_conversation
 from palaver.repl.input import KeyActions, LastMessage, LineSource, ReplyDropped, StreamLineSource, TypedLine
-from palaver.repl.interrupts import handle_interrupt
 from palaver.repl.plain import PlainPrinter, PlainView
-from palaver.repl.reply_view import ReplyView, TurnFollower, TurnView
+from palaver.repl.reply_view import ReplyView, TurnView
 from palaver.repl.screen import Screen, console, has_cursor
 from palaver.repl.settings import SessionSettings, ThinkingDisplay
+from palaver.repl.signals import handle_interrupt
 from palaver.repl.status import (
     first_screen,
     loading_line,
@@ -36,6 +36,7 @@ from palaver.repl.status import (
     waiting_line,
     warn_context,
 )
+from palaver.repl.turn_follower import TurnFollower
 from palaver.store import Blob, StoredMessage
 
 if TYPE_CHECKING:

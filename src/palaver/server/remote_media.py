@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import httpx
 
-from palaver.addresses import PORTS, AddressGuard, BadAddress, parse_url
+from palaver.address_guard import PORTS, AddressGuard, BadAddress, parse_url
 from palaver.media import BadMedia, MediaLimits
 
 MAX_BYTES = MediaLimits().bytes

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from palaver.addresses import BadAddress, parse_url
+from palaver.address_guard import BadAddress, parse_url
 from palaver.errors import RequestError
 
 try:

@@ -19,7 +19,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from palaver.addresses import AddressGuard
+from palaver.address_guard import AddressGuard
 from palaver.errors import PalaverError
 from palaver.messages import Tool
 from palaver.tools.config import BadToolServer, ServerConfig

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from palaver.addresses import AddressGuard
+from palaver.address_guard import AddressGuard
 from palaver.tools.config import (
     MAX_SERVERS,
     BadToolServer,

@@ -16,7 +16,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from palaver.addresses import PORTS, AddressGuard, BadAddress
+from palaver.address_guard import PORTS, AddressGuard, BadAddress
 from palaver.tools.config import ServerConfig
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from palaver.addresses import AddressGuard
+from palaver.address_guard import AddressGuard
 from palaver.chat.interface import Chat, Remember
 from palaver.client.http_chat import HttpChat
 from palaver.errors import BadParameter

@@ -15,7 +15,7 @@ import openai
 import pytest
 import pytest_asyncio
 
-from palaver.addresses import AddressGuard
+from palaver.address_guard import AddressGuard
 from palaver.chat.service import Service
 from palaver.server.responses import mcp
 from palaver.tools.toolbox import OperatorServers, Toolbox

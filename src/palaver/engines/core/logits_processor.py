@@ -15,8 +15,8 @@ import numpy as np
 from palaver.constraints import Constraint
 from palaver.engines.base import Capability, EngineInfo, check_prompt
 from palaver.engines.core.dry import DryPenalty
-from palaver.engines.core.grammar import AnswerGrammar, ReplyGrammar, control_ids
 from palaver.engines.core.logits_changes import Ids, LogitsChanges, Scores, TokenCounts
+from palaver.engines.core.reply_grammar import AnswerGrammar, ReplyGrammar, control_ids
 from palaver.engines.core.reply_state import ReplyState
 from palaver.engines.core.rng import XTC_STREAM, UniformStream
 from palaver.engines.core.token_masks import BannedStrings, SpokenText, TokenHealing, UnspeakableTokens, VocabularyIndex

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from palaver.repl.commands import table
 from palaver.repl.input import KeyActions, LastMessage, TypedLine
-from palaver.repl.interrupts import handle_interrupt
 from palaver.repl.screen import Screen, console
 from palaver.repl.session import Session
 from palaver.repl.settings import SessionSettings
+from palaver.repl.signals import handle_interrupt
 from tests.chat.scripted_service import open_stage
 
 
