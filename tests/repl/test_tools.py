@@ -72,6 +72,8 @@ async def test_a_server_is_added_offered_and_its_calls_are_approved(tmp_path: Pa
         output = await terminal.do(question(["bad__unchanged", "bad__long"]).text, "y")
         assert "calls bad__unchanged()" not in output  # the reply shows them; the question names the tools alone
         assert "bad__unchanged: as always" in output
+        assert 300 < output.count("word") < 500  # the start of one line of 100,000 characters
+        assert "… 98,000 characters more" in output
         assert terminal.lines.questions[-1].startswith("Run bad__unchanged, bad__long?")
         path = await terminal.session.cursor.path()
         assert [one.role for one in path] == ["user", "assistant"]  # the result was too long for the context

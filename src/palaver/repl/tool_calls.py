@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 POLL_SECONDS = 0.1
 MAX_LINES = 8
 """The lines of a result that are shown."""
+MAX_CHARACTERS = 2000
+"""The characters of a result that are shown."""
 _WORDS = {"yes": "y", "no": "n", "always": "a", "server": "s", "never": "v", "edit": "e", "stop": "q", "quit": "q"}
 """Whole words count as well as letters. Any other answer is asked about again: "stop" must not be taken for "s"."""
 _CHOICES = {
@@ -149,14 +151,21 @@ async def _show_results(session: Session, round: ToolRound, shown: set[int]) -> 
         if call.result is None or call.position in shown:
             continue
         shown.add(call.position)
-        lines = sanitize(call.result).splitlines() or [""]
+        result, more = _shorten(sanitize(call.result))
         style = "error" if call.is_error else "note"
-        text = Text.assemble((f"{sanitize(call.name)}: ", "call"), ("\n".join(lines[:MAX_LINES]), style))
-        session.screen.show(text)
-        if len(lines) > MAX_LINES:
-            more = format_count(len(lines) - MAX_LINES, strings.LINES)
+        session.screen.show(Text.assemble((f"{sanitize(call.name)}: ", "call"), (result, style)))
+        if more:
             session.screen.note(strings.MORE_LINES.format(lines=more))
         for blob in call.media:
             session.screen.note(strings.BLOB.format(about=format_blob(blob)))
             if blob.kind == "image":
                 await session.show_picture(await session.chat.blob(blob.digest))
+
+
+def _shorten(text: str) -> tuple[str, str]:
+    """The first lines of a text, and how much is left out: characters if its lines are too long to be shown."""
+    lines = text.splitlines() or [""]
+    shown = "\n".join(lines[:MAX_LINES])
+    if len(shown) > MAX_CHARACTERS:
+        return shown[:MAX_CHARACTERS], format_count(len(text) - MAX_CHARACTERS, strings.CHARACTERS)
+    return shown, format_count(len(lines) - MAX_LINES, strings.LINES) if len(lines) > MAX_LINES else ""
