@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -21,6 +22,7 @@ from palaver.messages import Role, Thinking, ToolCall, ToolResult, tool, user
 from palaver.store import NotFound, ReplyStatus, StoredMessage, open_store
 from palaver.store.tool_rounds import CallState, RoundState
 from palaver.tools.config import BadToolServer, ServerConfig
+from tests.chat import tool_kills
 from tests.chat.tool_service import (
     ANSWER,
     approve,
@@ -217,15 +219,27 @@ async def test_stop_before_the_approval_and_a_decision_that_goes_on(chat: Chat) 
     assert (await next_reply(chat, round)).text == ANSWER
 
 
-async def test_the_loop_is_bounded_and_can_be_continued(tmp_path: Path) -> None:
-    async with open_tools(tmp_path, limits=LoopLimits(rounds=2)) as service:
+@pytest.mark.parametrize(
+    ("limits", "second_call", "what"),
+    [
+        (LoopLimits(rounds=2), "bad__unchanged", "2 rounds of tool calls"),
+        (LoopLimits(seconds=1.5), ["bad__count", {"id": "x", "seconds": 1.5}], r"\d s of replies and tool calls"),
+        (LoopLimits(tokens=200), ["bad__unchanged", {"a": "x" * 200}], r"\d{3} tokens"),
+    ],
+    ids=["rounds", "seconds", "tokens"],
+)
+async def test_the_loop_is_bounded_and_can_be_continued(
+    tmp_path: Path, limits: LoopLimits, second_call: object, what: str
+) -> None:
+    async with open_tools(tmp_path, limits=limits) as service:
         chat = service.chat(service.store.users.ensure().id)
-        reply = await send(chat, *[["bad__unchanged"]] * 3)
+        reply = await send(chat, ["bad__unchanged"], [second_call], ["bad__unchanged"])
         round = await wait_for_round(chat, reply.id)
         await chat.decide_calls(reply.id, approve(round, remember=Remember.SERVER))
         second = await next_reply(chat, round)
         failed = await wait_for_round(chat, second.id, RoundState.FAILED)
-        assert failed.error == "The loop stopped after 2 rounds of tool calls: continue it if it should go on."
+        error = f"The loop stopped after {what}: continue it if it should go on\\."
+        assert re.fullmatch(error, failed.error or "")
         await chat.continue_reply(second.id)
         third = await next_reply(chat, failed)
         fourth = await next_reply(chat, await wait_for_round(chat, third.id, RoundState.DONE))
@@ -278,6 +292,14 @@ async def test_after_a_crash_recorded_results_are_used_and_approved_calls_run(tm
         round = await wait_for_round(chat, reply.id, RoundState.DONE)
         following = await next_reply(chat, round)
         assert results(await chat.path(following.id)) == ["the result", "as always"]
+
+
+@pytest.mark.slow
+def test_killed_processes_run_no_call_twice_and_lose_no_result(tmp_path: Path) -> None:
+    count = tool_kills.run(tmp_path, kills=2, seconds=0.3)
+    assert count.wrong == []
+    assert count.kills == 2
+    assert count.calls >= tool_kills.ROUNDS * tool_kills.CALLS
 
 
 async def test_a_round_stays_open_when_the_program_ends(tmp_path: Path) -> None:
