@@ -26,6 +26,8 @@ from palaver.formats.tokenizer import load_tokenizer
 from palaver.generation import Prompt
 from palaver.media import MediaDecoder
 from palaver.messages import Audio, Image, Message, Part, Role, Text, Video
+from palaver.models.disk import read_facts
+from palaver.models.resolver import ResolvedModel
 from palaver.sampling import Sampling
 from tests import media_files
 from tests.engines.generate import continued, run
@@ -169,7 +171,9 @@ async def check_replies(
     async with open_model(folder, expander, compiled) as model:
         if compiled is None:
             assert model.engine.info.steps == COMPILED or model.engine.info.steps.endswith(NO_COMPILER)
-        assert set(FAMILIES[family].takes) <= set(model.engine.info.media)
+        info, facts = model.engine.info, read_facts(ResolvedModel(folder))
+        assert set(FAMILIES[family].takes) <= set(info.media)
+        assert (facts.media, facts.context_length) == (info.media, info.context_length), "the same before it is loaded"
         prompts = [await asyncio.to_thread(model.render, one) for one in asked]
         assert [prompt.context_ids for prompt in prompts] == [reply.prompt_ids for reply in expected]
         together = await asyncio.gather(*(run(model.engine, prompt, greedy) for prompt in prompts))

@@ -13,7 +13,8 @@ import pytest
 pytest.importorskip("xllamacpp", reason="NOTHING IS SHOWN HERE: xllamacpp is not installed")
 
 from palaver.models.catalog import Catalog
-from palaver.models.resolver import resolve_folder
+from palaver.models.disk import read_facts
+from palaver.models.resolver import resolve_folder, resolve_model
 from tests.gguf_files import convert_qwen3
 from tests.media_files import picture
 from tests.mmproj_files import make_projector
@@ -45,6 +46,7 @@ def test_two_turns_over_chat_completions(tmp_path: Path) -> None:
 
         model = client.get(f"{server.url}/v1/models").json()["data"][0]
         assert model["input_modalities"] == ["text", "image", "video"]
+        assert read_facts(resolve_model(str(file))).media == ("image", "video"), "the same before it is loaded"
         seen = {"role": "user", "content": [_picture(1), {"type": "text", "text": "What is it?"}]}
         third = ask(seen, max_tokens=8)
         without = ask({"role": "user", "content": "What is it?"}, max_tokens=8)

@@ -75,7 +75,7 @@ class ModelLoader:
         def read() -> ModelCard:
             entry, options = self._lookup(name)
             resolved = resolve_model(entry.source, download=False)
-            facts = read_facts(resolved)
+            facts = read_facts(replace(resolved, mmproj=options.mmproj or resolved.mmproj))
             _, format = load_model_format(resolved, options)
             return ModelCard(
                 name,

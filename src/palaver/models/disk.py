@@ -16,7 +16,8 @@ from palaver.models import gguf
 from palaver.models.resolver import ResolvedModel, embedded_models, is_complete, resolve_folder
 
 _CONTEXT_FIELDS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length")
-_VIDEO_FIELDS = ("video_token_id", "video_token_index")
+_TEXT_CONFIGS = ("text_config", "llm_config")
+_ENCODER_FLAGS = {"image": "clip.has_vision_encoder", "audio": "clip.has_audio_encoder"}
 _TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
 _HUB_PREFIX = "models--"
 
@@ -99,9 +100,11 @@ def read_facts(model: ResolvedModel) -> ModelFacts:
     size = weights_bytes(model)
     if model.gguf is not None:
         length = read_gguf(model.gguf).model_integer("context_length") or 0
-        return ModelFacts(_shorter(length, model.context_length), (), size)
+        return ModelFacts(_shorter(length, model.context_length), _projector_media(model.mmproj), size)
     config = _read_json(model.folder / "config.json")
-    text = next((config[name] for name in ("text_config", "llm_config") if isinstance(config.get(name), dict)), config)
+    if isinstance(thinker := config.get("thinker_config"), dict):
+        config = thinker  # of a model that also speaks: the part that sees, hears and writes
+    text = next((config[name] for name in _TEXT_CONFIGS if isinstance(config.get(name), dict)), config)
     lengths = [text.get(name) for name in _CONTEXT_FIELDS]
     length = next((one for one in lengths if isinstance(one, int) and one > 0), 0)
     return ModelFacts(_shorter(length, model.context_length), _media(config), size)
@@ -112,9 +115,20 @@ def _shorter(length: int, limit: int | None) -> int:
 
 
 def _media(config: Mapping[str, Any]) -> tuple[str, ...]:
-    image, audio = "vision_config" in config, "audio_config" in config
-    video = image and any(name in config for name in _VIDEO_FIELDS)
-    return tuple(kind for kind, takes in (("image", image), ("audio", audio), ("video", video)) if takes)
+    parts = {"image": "vision_config", "audio": "audio_config"}
+    return _with_video(tuple(kind for kind, name in parts.items() if isinstance(config.get(name), dict)))
+
+
+def _projector_media(mmproj: Path | None) -> tuple[str, ...]:
+    if mmproj is None:
+        return ()
+    header = read_gguf(mmproj)
+    return _with_video(tuple(kind for kind, key in _ENCODER_FLAGS.items() if header.flag(key)))
+
+
+def _with_video(kinds: tuple[str, ...]) -> tuple[str, ...]:
+    """As engines say it: a model that takes pictures takes a video as its frames."""
+    return (*kinds, "video") if "image" in kinds else kinds
 
 
 def _read_json(file: Path) -> dict[str, Any]:
