@@ -299,7 +299,7 @@ def test_files_of_text_go_into_the_message_and_pictures_say_why_not(
     expect(page.get_by_role("group", name="Examples")).to_be_visible()  # what it can't read is known then
     picker = page.locator("form input[type=file]")
     picker.set_input_files([picture])
-    expect(page.get_by_role("alert")).to_contain_text("can’t read pictures")
+    expect(page.get_by_role("alert")).to_contain_text("can’t read pictures. A vision model is needed")
     picker.set_input_files([notes])
     expect(page.get_by_label("Attached files")).to_contain_text("notes.md")
     ask(page, "What does it say?")

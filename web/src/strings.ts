@@ -262,7 +262,10 @@ export const strings = {
   },
 
   files: {
-    media: (name: string, kind: string) => `${name}: this model can’t read ${FILE_KINDS[kind] ?? 'this file'}.`,
+    media: (name: string, kind: FileKind) => {
+      const { files, model } = FILE_KINDS[kind]
+      return `${name}: this model can’t read ${files}. ${model} is needed for that.`
+    },
     tooLarge: (name: string) => `${name} is too large. Text files of up to 1 MB can be attached.`,
     notText: (name: string) => `${name} isn’t a text file.`,
     notUtf8: (name: string) => `${name} isn’t a text file in UTF-8.`,
@@ -673,4 +676,10 @@ export const strings = {
   },
 }
 
-const FILE_KINDS: Record<string, string> = { image: 'pictures', audio: 'audio', video: 'video' }
+export type FileKind = 'image' | 'audio' | 'video'
+
+const FILE_KINDS: Record<FileKind, { files: string; model: string }> = {
+  image: { files: 'pictures', model: 'A vision model' },
+  audio: { files: 'audio', model: 'An audio model' },
+  video: { files: 'video', model: 'A video model' },
+}

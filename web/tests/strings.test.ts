@@ -54,6 +54,12 @@ describe('the texts of the page', () => {
     expect(refused('something_else')).toBe('as the server says')
     expect(refused(null)).toBe('as the server says')
   })
+
+  it('name the kind of model that a refused file needs', () => {
+    expect(strings.files.media('a.png', 'image')).toBe('a.png: this model can’t read pictures. A vision model is needed for that.')
+    expect(strings.files.media('a.wav', 'audio')).toContain('An audio model is needed')
+    expect(strings.files.media('a.mp4', 'video')).toContain('A video model is needed')
+  })
 })
 
 describe('numbers', () => {

@@ -1,5 +1,5 @@
 // Files in a message: a text file or a document (read by the server) is a part of text that begins with its name, media are parts of their own.
-import { strings } from '../strings'
+import { type FileKind, strings } from '../strings'
 import * as api from '../transport/api'
 import type { Blob as BlobPart, Part } from '../transport/types'
 
@@ -50,7 +50,7 @@ export function pasted(text: string, others: readonly Attachment[]): TextFile | 
 /** The file as it is attached, or why it can't be. `accepted`: the media that the model accepts, if that is known. */
 export async function taken(file: File, accepted?: readonly string[]): Promise<Attachment | string> {
   const name = file.name.replace(/[\p{Cc}:]+/gu, ' ').slice(0, 200) || strings.files.unnamed
-  const kind = /^(image|audio|video)\//.exec(file.type)?.[1]
+  const kind = /^(image|audio|video)\//.exec(file.type)?.[1] as FileKind | undefined
   try {
     if (kind && accepted && !accepted.includes(kind)) return strings.files.media(name, kind)
     if (kind) return await uploaded(file, name)
