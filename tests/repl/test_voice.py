@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import os
+import sys
 import wave
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from palaver.generation import Finish
 from palaver.repl.voice import PlayerProgram, SessionVoice, SoundPlayer, find_player
 from palaver.voice.base import SAMPLE_RATE, VoiceSettings
 from tests.repl.conftest import local_door
+from tests.repl.scripted_session import open_session
 
 pytest.importorskip("espeakng_loader")
 
@@ -126,6 +128,18 @@ async def test_a_player_that_is_closed_breaks_nothing(tmp_path: Path, player_fol
     for _ in range(3):
         await sound_player.play(np.zeros(SAMPLE_RATE * 5, dtype=np.float32))
     await sound_player.end()
+
+
+async def test_a_voice_that_is_not_installed_is_a_notice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "espeakng_loader", None)
+    async with open_session(tmp_path) as opened:
+        shown = await opened.do("/voice on")
+        assert shown.startswith("Replies stay text. The voice espeak needs the package espeakng-loader")
+        assert "palaver[voice]" in shown
+        assert opened.session.succeeded, "it is no error"
+        assert opened.session.voice.voice is None
+        await opened.do("/voice save sound.wav")
+        assert not opened.session.succeeded, "nothing but sound was asked for"
 
 
 @pytest.mark.slow

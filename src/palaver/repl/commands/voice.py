@@ -44,7 +44,13 @@ async def voice(session: Session, arguments: str) -> None:
 
 
 async def _turn_on(session: Session, settings: VoiceSettings) -> None:
-    player = await session.voice.turn_on(settings)
+    from palaver.voice.base import VoiceMissing
+
+    try:
+        player = await session.voice.turn_on(settings)
+    except VoiceMissing as missing:
+        session.screen.note(strings.VOICE_NOT_INSTALLED.format(reason=missing))
+        return
     await session.cursor.set_parameters(spoken=True)
     by = _by_name(settings)
     if player is not None:
