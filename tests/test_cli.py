@@ -50,7 +50,15 @@ print("pydantic" in sys.modules, *(given[name] for name in names))
 
 
 @pytest.mark.parametrize(
-    "wrong", [("--think", "perhaps"), ("--gpu-layers", "few"), ("--gpu-layers", "-1"), ("--model",), ("--what",)]
+    "wrong",
+    [
+        ("--think", "perhaps"),
+        ("--gpu-layers", "few"),
+        ("--gpu-layers", "-1"),
+        ("--threads", "0"),
+        ("--model",),
+        ("--what",),
+    ],
 )
 def test_wrong_arguments_are_refused(wrong: tuple[str, ...]) -> None:
     result = run("ask", "Hi", *wrong)

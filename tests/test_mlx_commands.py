@@ -66,6 +66,8 @@ def test_the_files_say_which_engines_can_run_them(sprout: Path, plain: ResolvedM
         make_spec(mlx, (), LoadOptions(engine="mlx", compiled=True))
     with pytest.raises(BadParameter, match="--gpu-layers 3: is for a GGUF file"):
         make_spec(mlx, (), LoadOptions(engine="mlx", gpu_layers=3))
+    with pytest.raises(BadParameter, match="--threads 3"):
+        make_spec(mlx, (), LoadOptions(engine="mlx", threads=3))
     spec = make_spec(plain, (), LoadOptions(engine="mlx", dtype="float16", exact=True, adapter=sprout))
     assert (spec.engine, spec.dtype, spec.exact, spec.adapter) == ("mlx", "float16", True, sprout)
 

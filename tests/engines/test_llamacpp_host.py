@@ -118,3 +118,7 @@ def test_the_engine_follows_from_the_files(sprout: Path) -> None:
     with pytest.raises(BadParameter, match="is for a GGUF file"):
         make_spec(folder, (), LoadOptions(gpu_layers=3))
     assert make_spec(gguf, (), LoadOptions(gpu_layers=3)).gpu_layers == 3
+    for model in (gguf, folder):
+        assert make_spec(model, (), LoadOptions(threads=3)).threads == 3
+    with pytest.raises(BadParameter, match="--threads must be at least 1"):
+        LoadOptions(threads=0)

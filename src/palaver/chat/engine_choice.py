@@ -89,6 +89,8 @@ class LoadOptions:
     """Whether vLLM's own sampler chooses the tokens."""
     gpu_layers: int | None = None
     """Layers of a GGUF model that a GPU computes. None: llama.cpp decides."""
+    threads: int | None = None
+    """Threads of the processor for each pass. None: by the size of the model, and all cores for a long prompt."""
     adapter: Path | None = None
     """A LoRA adapter: a folder, or a GGUF file for a GGUF model."""
     mmproj: Path | None = None
@@ -111,6 +113,8 @@ class LoadOptions:
             raise BadParameter("--engine", self.engine, names)
         if self.engine_python is not None and not os.access(self.engine_python, os.X_OK):
             raise BadParameter("--engine-python", str(self.engine_python), "there is no such program")
+        if self.threads is not None and self.threads < 1:
+            raise BadParameter("--threads", self.threads, "must be at least 1")
         if self.template is not None and not self.template.is_file():
             raise BadParameter("--template", str(self.template), "there is no such file")
         if self.adapter is not None and not self.adapter.exists():
@@ -185,6 +189,7 @@ def check_engine_options(model: ResolvedModel, loading: LoadOptions) -> str:
     compiling = (COMPILED,) if model.gguf is not None else (TORCH, VLLM)
     for name, value, engines in (
         ("--gpu-layers", loading.gpu_layers, (LLAMACPP,)),
+        ("--threads", loading.threads, (TORCH, COMPILED, LLAMACPP, DIFFUSION)),
         ("--mmproj", loading.mmproj, (LLAMACPP,)),
         ("--approximate-cache", loading.approximate_cache or None, (DIFFUSION,)),
         ("--compile", loading.compiled, compiling if loading.compiled else (TORCH, VLLM, LLAMACPP)),
@@ -228,6 +233,7 @@ def make_spec(model: ResolvedModel, vocabulary: Vocabulary, loading: LoadOptions
         cache_bytes=loading.cache_bytes,
         max_running=loading.max_running,
         gpu_layers=loading.gpu_layers,
+        threads=loading.threads,
         states=loading.states,
         approximate_cache=loading.approximate_cache,
         diffusion=None if model.diffusion is None else dict(model.diffusion),

@@ -40,6 +40,7 @@ PROMPT_TOKENS = 16
     "engine_python",
     "native_sampling",
     "gpu_layers",
+    "threads",
     "mmproj",
     "approximate_cache",
 )

@@ -33,11 +33,12 @@ CACHE_PART = 8
 """With --memory and without --kv-cache-memory, the KV cache of each model is this part of the memory."""
 _MODEL_OPTIONS = (
     "template", "dtype", "compiled", "engine", "engine_python", "engine_key", "native_sampling", "gpu_layers",
-    "adapter", "mmproj", "approximate_cache",
+    "threads", "adapter", "mmproj", "approximate_cache",
 )  # fmt: skip
 """Options that fit one kind of model."""
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*([smh]?)")
 MAX_RUNNING = 1024
+MAX_THREADS = 1024
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
 
 
@@ -130,6 +131,9 @@ NativeSamplingOption = Annotated[bool, typer.Option("--native-sampling", help=st
 GpuLayersOption = Annotated[
     int | None, typer.Option("--gpu-layers", metavar="N", min=0, help=strings.GPU_LAYERS, show_default=False)
 ]
+ThreadsOption = Annotated[
+    int | None, typer.Option("--threads", metavar="N", min=1, max=MAX_THREADS, help=strings.THREADS, show_default=False)
+]
 ApproximateCacheOption = Annotated[bool, typer.Option("--approximate-cache", help=strings.APPROXIMATE_CACHE)]
 AdapterOption = Annotated[
     Path | None, typer.Option("--adapter", metavar="PATH", help=strings.ADAPTER, show_default=False)
@@ -158,6 +162,7 @@ class EngineFlags:
     engine_python: EnginePythonOption = None
     native_sampling: NativeSamplingOption = False
     gpu_layers: GpuLayersOption = None
+    threads: ThreadsOption = None
     adapter: AdapterOption = None
     mmproj: MmprojOption = None
     approximate_cache: ApproximateCacheOption = False
@@ -179,6 +184,7 @@ class EngineFlags:
             engine_key=os.environ.get(ENGINE_KEY_VARIABLE) if "://" in self.engine else None,
             native_sampling=self.native_sampling,
             gpu_layers=self.gpu_layers,
+            threads=self.threads,
             adapter=self.adapter,
             mmproj=self.mmproj,
             approximate_cache=self.approximate_cache,
@@ -195,6 +201,7 @@ class EngineFlags:
             "kv_cache_memory": self.cache_memory,
             "max_num_seqs": self.max_running,
             "gpu_layers": self.gpu_layers,
+            "threads": self.threads,
             "engine": self.engine != AUTO,
             "native_sampling": self.native_sampling,
             "adapter": self.adapter,
@@ -228,7 +235,7 @@ def with_engine_flags(*names: str) -> Callable[[Callable[..., None]], Callable[.
 
 ALL_ENGINE_FLAGS = (
     "template", "device", "exact", "compiled", "cache_memory", "max_running", "engine", "engine_python",
-    "native_sampling", "gpu_layers", "adapter", "mmproj", "approximate_cache",
+    "native_sampling", "gpu_layers", "threads", "adapter", "mmproj", "approximate_cache",
 )  # fmt: skip
 
 

@@ -76,6 +76,7 @@ ENGINE_PYTHON = "With --engine vllm: the Python of the environment that has vLLM
 NATIVE_SAMPLING = "With --engine vllm: let vLLM's own sampler choose the tokens. Faster; fewer parameters."
 INSPECT_ELSEWHERE = "The model runs on another server: its memory is not known."
 GPU_LAYERS = "How many layers of a GGUF model a GPU computes; by default as many as fit."
+THREADS = "Threads of the processor. Default: by the size of the model, and all cores for a long prompt."
 ADAPTER = "A LoRA adapter: its folder, or a GGUF file for a GGUF model."
 MMPROJ = "The projector of a GGUF model that sees or hears. Default: an mmproj*.gguf beside the model's file."
 APPROXIMATE_CACHE = (

@@ -42,6 +42,7 @@ _OPTIONS: Mapping[str, type] = {
     "dtype": str,
     "exact": bool,
     "gpu_layers": int,
+    "threads": int,
     "max_running": int,
 }
 """The options of a model in the file: fields of `LoadOptions`."""

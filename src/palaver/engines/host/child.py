@@ -204,6 +204,7 @@ def _engine_options(spec: EngineSpec) -> EngineOptions:
         cache_bytes=spec.cache_bytes,
         max_running=spec.max_running,
         gpu_layers=spec.gpu_layers,
+        threads=spec.threads,
         states=spec.states,
         approximate_cache=spec.approximate_cache,
     )

@@ -73,6 +73,7 @@ class EngineSpec:
     cache_bytes: int | None = None
     max_running: int | None = None
     gpu_layers: int | None = None
+    threads: int | None = None
     states: AnyPath | None = None
     approximate_cache: bool = False
     diffusion: dict[str, Any] | None = None

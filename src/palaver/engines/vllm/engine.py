@@ -26,7 +26,6 @@ from palaver.engines.core.checkpoint import Checkpoint, has_processor, open_chec
 from palaver.engines.core.decoder_config import generation_settings
 from palaver.engines.core.logits_processor import with_grammars
 from palaver.engines.core.media import with_media
-from palaver.engines.core.sampler import SAMPLER_VERSION
 from palaver.engines.core.token_stream import SourceDied, TokenRequest, TokenStreamEngine
 from palaver.engines.host.frames import EngineSpec
 from palaver.engines.vllm.media import engine_input, open_media
@@ -169,12 +168,15 @@ def _lora_arguments(adapter: Path) -> dict[str, Any]:
 
 def describe(checkpoint: Checkpoint, config: Any, native: bool) -> EngineInfo:
     """What vLLM's configuration and the files say of the model."""
+    import torch
     import vllm
     from vllm.platforms import current_platform
 
+    from palaver.engines.torch.device_sampler import sampler_version  # the workers sample by it
+
     defaults, end_ids = generation_settings(checkpoint.folder, checkpoint.config)
     device, dtype = current_platform.device_type, str(config.model_config.dtype).removeprefix("torch.")
-    sampler = NATIVE_SAMPLER if native else f"sampler-{SAMPLER_VERSION}"
+    sampler = NATIVE_SAMPLER if native else f"sampler-{sampler_version(torch.device(device))}"
     build = f"vllm-{vllm.__version__}"
     fingerprint = Fingerprint(VLLM_RUNNER, build, device, dtype, EXACTNESS_LABELS[BY_BATCH], sampler)
     info = EngineInfo(
