@@ -41,7 +41,7 @@ from tests.engines.reference import choose
 
 GREEDY = SETTINGS["greedy"]
 ENDLESS = Sampling(temperature=0, min_tokens=600)
-CYCLES = 25
+CYCLES = 50
 EXACT_CYCLES = 6
 """Exact passes are slower, and one difference is enough."""
 
