@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from tests import media_files
 from tests.repl.conftest import Door
 from tests.repl.scripted_session import open_session
 from tests.repl.terminal import ENTER
+from tests.scripted_engine import ScriptedEngine
 
 PIXELS = np.zeros((20, 30, 3), np.uint8)
 PIXELS[:, 15:] = (255, 0, 0)
@@ -144,6 +146,24 @@ async def test_attached_files_go_with_the_next_message(tmp_path: Path) -> None:
         await session.do("When?")
         path = await session.session.cursor.path()
         assert path[0].parts == (Text("\n\nFile trip.pdf:\n\nLeaves at nine\n\n"), Text("When?"))
+
+
+@pytest.mark.parametrize(("terminal", "is_drawn"), [("xterm-kitty", True), ("xterm-256color", False)])
+async def test_an_attached_picture_is_drawn_where_the_terminal_can(
+    terminal: str, is_drawn: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("KITTY_WINDOW_ID", "TERM_PROGRAM"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", terminal)
+    monkeypatch.setattr(ScriptedEngine, "info", property(lambda engine: replace(engine._info, media=("image",))))
+    picture = tmp_path / "dot.png"
+    picture.write_bytes(media_files.picture())
+    async with open_session(tmp_path / "data") as opened:
+        opened.session.screen.is_live = True
+        shown = await opened.do(f"/attach {picture}")
+        assert ("\x1b_G" in shown) == is_drawn
+        assert "dot.png" in shown
+        await opened.session.close()
 
 
 async def test_a_picture_is_named_in_the_history(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from palaver.chat.reply_stream import ReplyRequest
 from palaver.cli import app
+from palaver.engines.diffusion.engine import LACKS
 from palaver.events import DraftBlock
 from palaver.generation import Finish
 from palaver.messages import user
@@ -63,6 +64,14 @@ def stream(http: httpx.Client, **fields: Any) -> list[dict[str, Any]]:
     with http.stream("POST", "/v1/chat/completions", json=body) as answer:
         lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line.startswith("data: {")]
     return [json.loads(line)["choices"][0] for line in lines]
+
+
+def test_its_card_says_what_its_engine_lacks(http: httpx.Client) -> None:
+    expected = {capability.value: why for capability, why in LACKS.items()}
+    assert "constraints" in expected
+    assert http.get("/v1/models").json()["data"][0]["lacks"] == expected
+    assert http.get("/v1/models/sprout-diffusion").json()["lacks"] == expected
+    assert http.get("/api/model").json()["lacks"] == expected
 
 
 def test_it_thinks_and_answers(http: httpx.Client) -> None:

@@ -7,15 +7,20 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
+import httpx
 import pytest
 
 from palaver.address_guard import Address, AddressGuard, is_public
 from palaver.media import BadMedia
+from palaver.server import app
 from palaver.server.remote_media import RemoteMedia
+from palaver.server.settings import ServerSettings
 from tests import media_files
+from tests.server.live_server import LiveServer
 
-PICTURE = media_files.picture()
+PICTURE = media_files.picture(size=(64, 64))
 LOOPBACK = ipaddress.ip_address("127.0.0.1")
 
 
@@ -59,6 +64,25 @@ def test_downloads_from_the_address_that_was_checked(site: ThreadingHTTPServer) 
     url = f"http://pictures.example:{site.server_port}/picture.png"
     assert OPEN.fetch(url) == PICTURE
     assert site.hosts == [f"pictures.example:{site.server_port}"]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("is_allowed", [True, False])
+def test_chat_completions_download_where_the_operator_allows_it(
+    is_allowed: bool, site: ThreadingHTTPServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app, "RemoteMedia", lambda: OPEN)
+    url = f"http://pictures.example:{site.server_port}/picture.png"
+    parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What colour is it?"}]
+    body = {"messages": [{"role": "user", "content": parts}], "temperature": 0}
+    with LiveServer(tmp_path, ServerSettings(remote_media=is_allowed), model="sprout-omni") as live:
+        answer = httpx.post(f"{live.url}/v1/chat/completions", json=body, timeout=120)
+    if is_allowed:
+        assert "red" in answer.json()["choices"][0]["message"]["content"]
+        assert site.hosts == [f"pictures.example:{site.server_port}"]  # type: ignore[attr-defined]
+    else:
+        assert answer.status_code == 400
+        assert "which this server does not download: send it as a data URL" in answer.json()["error"]["message"]
+        assert site.hosts == []  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("path", ["moved", "missing"])
