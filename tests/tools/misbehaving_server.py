@@ -53,9 +53,11 @@ def deep_schema(depth: int) -> dict[str, Any]:
 
 def tools() -> list[dict[str, Any]]:
     empty = {"type": "object", "properties": {}}
-    plain = ["picture", "slow", "dies", "wrong_json", "huge", "change", "count", *TEXTS]
+    plain = ["picture", "slow", "dies", "wrong_json", "huge", "change", "count", "floods", *TEXTS]
     listed = [{"name": name, "description": name, "inputSchema": empty} for name in plain]
     listed.append({"name": "slow", "description": "the same name again", "inputSchema": empty})
+    unique = {"type": "array", "items": {"type": "string"}, "uniqueItems": True}
+    listed.append({"name": "unique", "inputSchema": {"type": "object", "properties": {"words": unique}}})
     listed.append({"name": "deep", "inputSchema": deep_schema(40)})
     wide = {"type": "object", "properties": {f"p{number}": {"type": "string"} for number in range(20_000)}}
     listed.append({"name": "wide", "inputSchema": wide})
@@ -84,6 +86,9 @@ def call(id: object, name: str, arguments: dict[str, Any], send: Send) -> None:
             sys.stderr.write("out of cheese\n")
             sys.stderr.flush()
             os._exit(3)
+        case "floods":  # with valid messages, and without an answer
+            for number in range(5000):
+                send({"method": "notifications/message", "params": {"level": "info", "data": number}})
         case "wrong_json":
             sys.stdout.write('{"jsonrpc": "2.0", "id": 1, "result": {"content": [\n')
             send({"id": id, "result": {"content": "not a list"}})
@@ -174,6 +179,9 @@ def main() -> None:
     if MODE == "floods":
         while True:
             print("x" * 1000)
+    if MODE == "floods_valid":
+        while True:
+            send_line({"method": "notifications/message", "params": {"level": "info", "data": "x"}})
     if len(sys.argv) > 3:
         ThreadingHTTPServer(("127.0.0.1", int(sys.argv[3])), Handler).serve_forever()
     for line in sys.stdin:

@@ -10,6 +10,8 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -21,11 +23,12 @@ from palaver.cli import app
 from palaver.tools.config import BadToolServer, ServerConfig, add_server, parse_server, read_servers, remove_server
 from palaver.tools.demo import calculate_expression, roll
 from palaver.tools.servers import ToolServerFailed, ToolServers, ToolServerState, tool_name
-from palaver.tools.transports import ToolLimits
+from palaver.tools.transports import MESSAGE_UNIT, MessageBudget, ToolLimits
 from tests.tools import misbehaving_server
 from tests.tools.demo_server import demo_config, free_port, serve_demo, serve_misbehaving
 
 LIMITS = ToolLimits(connect_seconds=20.0, call_seconds=20.0)
+FEW_MESSAGES = replace(LIMITS, messages_per_second=10.0, message_burst=500)
 
 
 def misbehaving(folder: Path, mode: str = "", name: str = "bad") -> ServerConfig:
@@ -247,6 +250,35 @@ async def test_a_slow_http_server_is_bounded_and_one_that_ends_in_a_call_fails(t
         await servers.close()
 
 
+@pytest.mark.parametrize("over_http", [False, True])
+async def test_a_flood_of_valid_messages_ends_the_connection(tmp_path: Path, over_http: bool) -> None:
+    with serve_misbehaving(tmp_path / "record") if over_http else nullcontext() as url:
+        config = ServerConfig("bad", url=url) if url else misbehaving(tmp_path)
+        servers = ToolServers([config], FEW_MESSAGES)
+        await servers.connect()
+        if over_http:
+            await wait_for_record(tmp_path, "listens")
+        with pytest.raises(ToolServerFailed, match=r"^The tool server 'bad' sent too many messages\.$"):
+            await servers.call("bad__floods", {})
+        assert (servers.card("bad").state, servers.card("bad").error) == ("failed", "sent too many messages")
+        assert (await servers.call("bad__unchanged", {})).text == "as always"
+        await servers.close()
+
+
+def test_a_server_may_send_many_messages_at_once_and_some_all_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    budget = MessageBudget(ToolLimits(messages_per_second=10.0, message_burst=100))
+    assert budget.spend(100, 0)
+    assert not budget.spend(1, 0)
+    for _ in range(100):
+        now += 1.0
+        assert budget.spend(9, 0)
+    now += 1000.0
+    assert budget.spend(1, 99 * MESSAGE_UNIT)  # a large message counts as several
+    assert not budget.spend(1, 0)
+
+
 async def test_results_are_data(bad: ToolServers) -> None:
     assert (await bad.call("bad__control_text", {})).text == misbehaving_server.CONTROL_TEXT
     assert (await bad.call("bad__injection", {})).text == misbehaving_server.INJECTION
@@ -254,10 +286,16 @@ async def test_results_are_data(bad: ToolServers) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "why"), [("hangs", "did not answer within 0.5 s"), ("floods", "output that is not of the protocol")]
+    ("mode", "why"),
+    [
+        ("hangs", "did not answer within 0.5 s"),
+        ("floods", "output that is not of the protocol"),
+        ("floods_valid", "sent too many messages"),
+    ],
 )
 async def test_a_server_that_hangs_or_floods_at_the_start(tmp_path: Path, mode: str, why: str) -> None:
-    servers = ToolServers([misbehaving(tmp_path, mode)], ToolLimits(connect_seconds=0.5 if mode == "hangs" else 20.0))
+    limits = replace(FEW_MESSAGES, connect_seconds=0.5 if mode == "hangs" else 20.0, message_burst=2000)
+    servers = ToolServers([misbehaving(tmp_path, mode)], limits)
     (card,) = await servers.connect()
     assert card.state is ToolServerState.FAILED
     assert why in card.error

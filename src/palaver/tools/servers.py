@@ -24,7 +24,14 @@ from palaver.errors import PalaverError
 from palaver.messages import Tool
 from palaver.tools.config import BadToolServer, ServerConfig
 from palaver.tools.oauth import SIGN_IN_SECONDS, SignIn, TokenFile, token_auth
-from palaver.tools.transports import SESSION_LOST, StdioProcess, ToolLimits, TransportClosed, http_client
+from palaver.tools.transports import (
+    SESSION_LOST,
+    TOO_MANY_MESSAGES,
+    StdioProcess,
+    ToolLimits,
+    TransportClosed,
+    http_client,
+)
 
 if TYPE_CHECKING:
     from mcp import types
@@ -154,6 +161,8 @@ class ToolServerConnection:
     _closing: asyncio.Event = field(default_factory=asyncio.Event)
     _lost: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the server does not know the session any more."""
+    _flooded: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the server sends too many messages over HTTP."""
 
     @property
     def card(self) -> ServerCard:
@@ -260,6 +269,7 @@ class ToolServerConnection:
         """Connects, and owns the connection until it is closed or the server ends it."""
         why = ""
         self._lost.clear()
+        self._flooded.clear()
         process = None if self.config.url else StdioProcess(self.config, self.limits)
         try:
             await asyncio.to_thread(importlib.import_module, "mcp.client.streamable_http")  # takes a second
@@ -273,7 +283,7 @@ class ToolServerConnection:
                     return
                 self._session, self.state, self.needs_sign_in = session, ToolServerState.READY, False
                 ready.set_result(None)
-                ended = [asyncio.create_task(event.wait()) for event in (self._closing, self._lost)]
+                ended = [asyncio.create_task(event.wait()) for event in (self._closing, self._lost, self._flooded)]
                 if process is not None:
                     ended.append(asyncio.create_task(process.ended.wait()))
                 _, waiting = await asyncio.wait(ended, return_when=asyncio.FIRST_COMPLETED)
@@ -289,6 +299,7 @@ class ToolServerConnection:
         finally:
             self._session = None
             why = (process.reason if process is not None else "") or why
+            why = TOO_MANY_MESSAGES if self._flooded.is_set() else why
             if self.needs_sign_in and why:
                 why = NEEDS_SIGN_IN
             closed = self._closing.is_set() or self._lost.is_set()
@@ -313,9 +324,8 @@ class ToolServerConnection:
         if process is not None:
             streams = await stack.enter_async_context(process.open())
         else:
-            client = http_client(
-                self.config, self.limits, self.guard, token_auth(self.config, self.tokens), self._refused
-            )
+            auth = token_auth(self.config, self.tokens)
+            client = http_client(self.config, self.limits, self.guard, auth, self._refused, self._flooded.set)
             client = await stack.enter_async_context(client)
             transport = streamable_http_client(
                 self.config.url, http_client=client, max_sse_event_size=self.limits.message_bytes
@@ -419,16 +429,22 @@ class ToolServerConnection:
     async def _why(self, error: Any, seconds: float) -> str:
         from mcp import types
 
+        if self._flooded.is_set():
+            await self._wait_until_closed()
+            return TOO_MANY_MESSAGES
         if error.code == types.REQUEST_TIMEOUT:
             return f"did not answer within {seconds:g} s"
         if error.code == types.CONNECTION_CLOSED and "SSE stream" in str(error):  # of this answer alone
             return f"broke its answer off: {_one_line(str(error))}"
         if error.code == types.CONNECTION_CLOSED:
-            if self._task is not None and self._task is not asyncio.current_task():
-                with suppress(TimeoutError):
-                    await asyncio.wait_for(asyncio.shield(self._task), 5.0)
+            await self._wait_until_closed()
             return self.error or "closed the connection"
         return f"answered with an error: {_one_line(str(error))}"
+
+    async def _wait_until_closed(self) -> None:
+        if self._task is not None and self._task is not asyncio.current_task():
+            with suppress(TimeoutError):
+                await asyncio.wait_for(asyncio.shield(self._task), 5.0)
 
 
 class ToolServers:

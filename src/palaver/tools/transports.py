@@ -1,7 +1,8 @@
 """The two transports of tool servers, with bounds: a process over stdio, and streamable HTTP.
 
 The SDK's own stdio transport reads lines of any length; this one ends a server that sends too much. The HTTP transport
-counts the bytes of responses and, with a guard, connects only to public addresses.
+counts the bytes of responses and, with a guard, connects only to public addresses. Both end a server that sends more
+messages than anyone needs, also valid ones.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
@@ -29,6 +32,11 @@ WATCHER = 'read -r _; sleep 1; kill -KILL "-$1"'
 """The script of the process that ends a server's process group when this program is gone, however it ended. Its input
 is a pipe that nothing writes to: it ends with this program."""
 STDERR_BYTES = 4096
+MESSAGE_UNIT = 8192
+"""The bytes that count as one more message."""
+TOO_MANY_MESSAGES = "sent too many messages"
+EVENT_END = re.compile(rb"\n\r?\n|\r\r")
+"""The empty line after an event of an SSE stream."""
 SESSION_HEADER = "mcp-session-id"
 SESSION_LOST = -39_404
 """The code of the error of a request that a server refused, and so did not run: it was started again, and does not know
@@ -56,10 +64,31 @@ class ToolLimits:
     schema_depth: int = 32
     junk_lines: int = 1000
     """Lines of a server's output that are not messages."""
+    messages_per_second: float = 500.0
+    """Messages of a server over a longer time. One of more than 8 kB counts as several."""
+    message_burst: int = 10_000
+    """Messages of a server at once."""
 
 
 class TransportClosed(Exception):
     """Why the connection ended: the end of a sentence that begins with the server."""
+
+
+class MessageBudget:
+    """What a server may still send: a token bucket, refilled each second and full at first."""
+
+    def __init__(self, limits: ToolLimits) -> None:
+        self._limits = limits
+        self._left = float(limits.message_burst)
+        self._filled_at = time.monotonic()
+
+    def spend(self, messages: int, size: int) -> bool:
+        """Counts messages of this many bytes together. Returns False if they are too many."""
+        now = time.monotonic()
+        refill = (now - self._filled_at) * self._limits.messages_per_second
+        self._filled_at = now
+        self._left = min(self._left + refill, self._limits.message_burst) - messages - size / MESSAGE_UNIT
+        return self._left >= 0
 
 
 class StdioProcess:
@@ -161,8 +190,10 @@ class StdioProcess:
         from mcp.shared.message import SessionMessage
 
         assert self._process.stdout is not None
-        junk = 0
+        junk, budget = 0, MessageBudget(self._limits)
         while line := await self._process.stdout.readline():
+            if not budget.spend(1, len(line)):
+                return TOO_MANY_MESSAGES
             message = _parse_message(line)
             if message is not None:
                 await to_session.send(SessionMessage(message))
@@ -260,8 +291,11 @@ def http_client(
     guard: AddressGuard | None,
     auth: httpx2.Auth | None = None,
     on_unauthorized: Callable[[], None] | None = None,
+    on_flood: Callable[[], None] | None = None,
 ) -> httpx2.AsyncClient:
     """A client for a server's URL that bounds responses and, with a guard, connects to the address it checked.
+
+    `on_flood` is called when the server sends too many messages. The stream that has them ends.
 
     A request that the server refuses because it does not know the session ends with the error SESSION_LOST.
     """
@@ -286,6 +320,23 @@ def http_client(
         async def aclose(self) -> None:
             await self._stream.aclose()
 
+    budget = MessageBudget(limits)
+
+    class BoundedEvents(BoundedStream):
+        """A stream of events. The length of one is bounded by the SDK."""
+
+        async def __aiter__(self) -> AsyncIterator[bytes]:
+            tail = b""
+            async for chunk in self._stream:
+                text = tail + chunk
+                ends = [match.end() for match in EVENT_END.finditer(text)]
+                tail = text[max([len(text) - 2, 0, *ends]) :]  # an empty line may be cut between two chunks
+                if not budget.spend(len(ends), len(chunk)):
+                    if on_flood is not None:
+                        on_flood()
+                    raise httpx2.ReadError(TOO_MANY_MESSAGES)
+                yield chunk
+
     class BoundedTransport(httpx2.AsyncBaseTransport):
         async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
             if guard is not None:
@@ -303,8 +354,8 @@ def http_client(
                 await response.aclose()
                 refusal = {"code": SESSION_LOST, "message": "does not know the session (any more)"}
                 return httpx2.Response(404, json={"jsonrpc": "2.0", "id": None, "error": refusal}, request=request)
-            if not response.headers.get("content-type", "").startswith("text/event-stream"):  # bounded by its events
-                response.stream = BoundedStream(response.stream)
+            is_events = response.headers.get("content-type", "").startswith("text/event-stream")
+            response.stream = BoundedEvents(response.stream) if is_events else BoundedStream(response.stream)
             return response
 
         async def aclose(self) -> None:
