@@ -367,6 +367,22 @@ async def test_a_reply_carries_the_notices_of_its_servers(chat: Chat) -> None:
     assert (await wait_for_round(chat, reply.id)).calls[0].name == "bad__deep"  # it is called all the same
 
 
+async def test_a_reply_says_why_a_call_was_not_forced(tmp_path: Path) -> None:
+    model = reciting_model(FAMILIES["braces with own quotes"], "<|result|>", "I would rather not.<|done|>")
+    async with open_tools(tmp_path, model=model) as service:
+        chat = service.chat(service.store.users.ensure().id)
+        conversation = await chat.create_conversation(parameters={"tool_servers": ["bad"]})
+        forced = {"must_call": ["bad__unique"]}
+        reply = (await chat.send_message(conversation.id, None, user("Call it."), parameters=forced)).reply
+        ended = await finished(chat, reply.id)
+        assert ended.text == "I would rather not."
+        assert ended.reply is not None
+        assert ended.reply.settings.options[LOOP]["notices"]["bad"][-1] == (
+            "The tool 'unique': this model can't be forced to call it: "
+            "'uniqueItems' is not supported in its syntax of calls."
+        )
+
+
 def test_a_call_inside_a_thought_is_one_that_runs() -> None:
     loop = {"servers": ["bad"], "tools": {"unchanged": "bad__unchanged"}}
     call = ToolCall("call_1", "unchanged", "{}", in_thought=True)

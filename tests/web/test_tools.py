@@ -51,12 +51,28 @@ def approval(page: Page) -> Locator:
 
 def press_on(page: Page, button: Locator, key: str = "Shift+Tab") -> None:
     """Goes to the button by the Tab key alone, and presses Enter."""
+    tab_to(page, button, key)
+    page.keyboard.press("Enter")
+
+
+def type_over(page: Page, field: Locator, text: str) -> None:
+    """Goes to the field by the Tab key alone, unless it is there already, and types instead of what it has."""
+    if not has_focus(field):
+        tab_to(page, field)
+    page.keyboard.press("Control+A")
+    page.keyboard.type(text)
+
+
+def tab_to(page: Page, element: Locator, key: str = "Shift+Tab") -> None:
     for _ in range(80):
         page.keyboard.press(key)
-        if button.evaluate("element => element === document.activeElement"):
-            page.keyboard.press("Enter")
+        if has_focus(element):
             return
-    raise AssertionError("the button can't be reached by the keyboard")
+    raise AssertionError("the element can't be reached by the keyboard")
+
+
+def has_focus(element: Locator) -> bool:
+    return bool(element.evaluate("element => element === document.activeElement"))
 
 
 def test_one_press_of_a_key_runs_all_calls(talk: Page) -> None:
@@ -72,6 +88,22 @@ def test_one_press_of_a_key_runs_all_calls(talk: Page) -> None:
     talk.reload()
     expect(last_reply(talk)).to_contain_text(ANSWER)
     expect(talk.get_by_label("Tool call: bad__unchanged")).to_contain_text("as always")
+
+
+def test_notices_about_tools_are_shown_once(talk: Page) -> None:
+    notice = "The tool 'deep' is offered without its schema, which is nested more than 32 deep."
+    ask(talk, calls(["bad__unchanged"]))
+    press_on(talk, approval(talk).get_by_role("button", name="Run", exact=True))
+    expect(last_reply(talk)).to_contain_text(ANSWER)
+    expect(talk.locator("article .notice").get_by_text(f"bad: {notice}")).to_have_count(1)
+    ask(talk, calls([]))
+    expect(last_reply(talk)).to_contain_text(ANSWER)
+    expect(talk.locator("article .notice").get_by_text(f"bad: {notice}")).to_have_count(1)
+    talk.get_by_role("button", name="Settings").first.click()
+    dialog = talk.locator("dialog")
+    dialog.get_by_role("tab", name="Tools").click()
+    expect(dialog.get_by_role("region", name="Tool servers").get_by_text(notice)).to_be_visible()
+    assert grave_violations(talk) == []
 
 
 def test_sprout_calls_two_tools_of_the_demo_and_reads_its_notes(page: Page, tmp_path: Path) -> None:
@@ -121,16 +153,22 @@ def attach_by_the_keyboard(page: Page, served: Served) -> None:
 
 def test_arguments_are_edited_and_a_call_is_denied(talk: Page) -> None:
     ask(talk, calls([["bad__unchanged", {"a": 1}]], ["bad__unchanged"]))
-    approval(talk).get_by_role("button", name="Edit arguments").click()
+    run = approval(talk).get_by_role("button", name="Run", exact=True)
+    expect(run).to_be_visible()
+    press_on(talk, approval(talk).get_by_role("button", name="Edit arguments"))
     field = approval(talk).get_by_label("Arguments of bad__unchanged")
-    field.fill("nothing")
+    expect(field).to_be_visible()
+    type_over(talk, field, "nothing")
     expect(approval(talk).get_by_role("alert")).to_have_text("The arguments must be a JSON object.")
-    expect(approval(talk).get_by_role("button", name="Run", exact=True)).to_be_disabled()
-    field.fill('{"a": 2}')
-    approval(talk).get_by_role("button", name="Run", exact=True).click()
+    expect(run).to_be_disabled()
+    assert grave_violations(talk) == []
+    type_over(talk, field, '{"a": 2}')
+    expect(run).to_be_enabled()
+    press_on(talk, run, key="Tab")
     first = talk.get_by_label("Tool call: bad__unchanged").first
     expect(first).to_contain_text('The user changed the arguments to {"a": 2}')
-    approval(talk).get_by_role("button", name="Don’t run").click()
+    expect(approval(talk)).to_be_visible()
+    press_on(talk, approval(talk).get_by_role("button", name="Don’t run"))
     expect(last_reply(talk)).to_contain_text(ANSWER)
     expect(talk.get_by_label("Tool call: bad__unchanged").last).to_contain_text("The user did not allow this call.")
 
@@ -143,6 +181,7 @@ def test_a_slow_tool_is_stopped_continued_and_survives_a_kill(talk: Page, served
     expect(talk.get_by_text("The tool calls were stopped.")).to_be_visible()
     last_reply(talk).get_by_role("button", name="Continue").click()
     expect(approval(talk)).to_contain_text("It is not known what it did.")
+    assert grave_violations(talk) == []
     approval(talk).get_by_role("button", name="Run", exact=True).click()
     expect(talk.get_by_label("Tool call: bad__slow")).to_contain_text("running…")
     record = served.folder / "record"
