@@ -8,10 +8,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from palaver.cli import app
+from palaver.engines import machine
+from palaver.engines.machine import has_gpu_memory
+from palaver.models import resolver
 from palaver.models.catalog import BadCatalog, read_catalog, write_alias
 from palaver.models.disk import find_models, offered_names, remove_model
-from palaver.models.resolver import resolve_folder
+from palaver.models.download import RemoteFile, Repository
+from palaver.models.resolver import ResolvedModel, resolve_folder
 from tests.hub import Hub, running_hub
 
 NAME = "test/sprout"
@@ -109,6 +115,7 @@ def test_one_quantisation_of_several_and_wrong_names(hub: Hub, tmp_path: Path) -
     assert "can't be removed" in run(hub, tmp_path, "remove", "sprout")[2]
 
 
+@pytest.mark.skipif(has_gpu_memory(), reason="NOTHING IS SHOWN HERE: the model may fit the GPU")
 def test_a_model_that_does_not_fit_is_only_downloaded_by_force(hub: Hub, tmp_path: Path) -> None:
     hub.cut_after, hub.damaged, hub.sent = None, False, 0
     hub.declared = {"model.safetensors": 10**15}
@@ -121,6 +128,21 @@ def test_a_model_that_does_not_fit_is_only_downloaded_by_force(hub: Hub, tmp_pat
         assert (code, "is not on this computer" in out, "does not fit" in out) == (0, True, True)
     finally:
         hub.declared = {}
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+@pytest.mark.parametrize("nbytes", [10**6, 10**15])
+def test_a_model_that_may_fit_the_gpu_is_downloaded(
+    nbytes: int, gpu: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "has_gpu_memory", lambda: gpu)
+    repository = Repository(NAME, "main", (RemoteFile("model.safetensors", nbytes),))
+    monkeypatch.setattr(resolver, "files_to_download", lambda name: (repository, tuple(repository.sizes)))
+    monkeypatch.setattr(resolver, "resolve_model", lambda name, report: ResolvedModel(tmp_path))
+    done = CliRunner().invoke(app, ["models", "pull", NAME])
+    assert ("the GPU was not looked at" in done.output) == gpu
+    assert ("does not fit the main memory" in done.output) == (gpu and nbytes == 10**15)
+    assert done.exit_code == (0 if gpu or nbytes == 10**6 else 2)
 
 
 def test_an_alias_says_whether_its_model_is_there(hub: Hub, tmp_path: Path) -> None:

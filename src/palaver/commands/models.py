@@ -82,6 +82,7 @@ def pull(
     force: Annotated[bool, typer.Option("--force", help=strings.PULL_FORCE)] = False,
 ) -> None:
     """Says what it needs and how fast it will be, then downloads. Goes on where a download was cut."""
+    from palaver.engines.machine import has_gpu_memory
     from palaver.models.disk import machine_fit
     from palaver.models.resolver import files_to_download, resolve_model
 
@@ -94,7 +95,7 @@ def pull(
                 model=name, size=format_size(nbytes), files=count_files(files), fit=_describe_fit(fit)
             )
         )
-        if not fit.fits and not force:
+        if not (fit.fits or force or has_gpu_memory()):
             raise BadParameter("MODEL", name, strings.PULL_TOO_LARGE)
         resolved = resolve_model(name, _ProgressLine(nbytes).report)
         print(strings.PULLED.format(model=name, folder=resolved.gguf or resolved.folder))
@@ -165,9 +166,15 @@ def _show_remote(name: str) -> None:
 
 
 def _describe_fit(fit: MachineFit) -> str:
-    needed, memory = format_size(fit.needed_bytes), format_size(fit.memory_bytes)
-    text = (strings.FITS if fit.fits else strings.FITS_NOT).format(needed=needed, memory=memory)
-    return text if not fit.fits else f"{text}; {strings.ABOUT_SPEED.format(speed=f'{fit.tokens_per_second:,.0f}')}"
+    """By the processor and its memory alone: where there is a GPU, it says so."""
+    from palaver.engines.machine import has_gpu_memory
+
+    gpu = has_gpu_memory()
+    text = strings.FITS if fit.fits else strings.FITS_NOT_RAM if gpu else strings.FITS_NOT
+    text = text.format(needed=format_size(fit.needed_bytes), memory=format_size(fit.memory_bytes))
+    if fit.fits:
+        text += f"; {strings.ABOUT_SPEED.format(speed=f'{fit.tokens_per_second:,.0f}')}"
+    return strings.GPU_NOT_EXAMINED.format(fit=text) if gpu else text
 
 
 class _ProgressLine:

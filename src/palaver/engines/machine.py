@@ -20,6 +20,11 @@ def has_accelerator() -> bool:
     return any(Path(path).exists() for path in ACCELERATOR_FILES)
 
 
+def has_gpu_memory() -> bool:
+    """Whether the machine seems to have a GPU with memory of its own: a Mac's GPU shares that of the processor."""
+    return sys.platform != "darwin" and has_accelerator()
+
+
 def has_llamacpp() -> bool:
     """Whether llama.cpp's library is installed."""
     return find_spec("xllamacpp") is not None

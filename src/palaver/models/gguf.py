@@ -114,7 +114,9 @@ def choose(model: str, choices: Sequence[GGUFChoice], variant: str, memory: int 
     fitting = [choice for choice in choices if memory is None or choice.nbytes <= memory * MEMORY_SHARE]
     if not fitting:
         smallest = min(choices, key=lambda choice: choice.nbytes)
-        raise UnknownModel(model, f"even the smallest file ({smallest.nbytes / 1e9:.1f} GB) doesn't fit the memory.")
+        size = f"{smallest.nbytes / 1e9:.1f} GB"
+        use = f"To use one anyway, such as on a GPU, name it: {known}."
+        raise UnknownModel(model, f"even the smallest file ({size}) doesn't fit the main memory. {use}")
     for preferred in (PREFERRED, LARGEST):
         for choice in fitting:
             if choice.quantisation == preferred:
