@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from palaver.address_guard import BadAddress, parse_url
 from palaver.errors import RequestError
@@ -45,19 +46,24 @@ class BadToolServer(RequestError):
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
-    """A tool server. Its environment and headers may hold secrets: they are not part of its representation."""
+    """A tool server. Its arguments, environment, address and headers may hold secrets: its representation has none."""
 
     name: str
     command: str = ""
     args: tuple[str, ...] = field(default=(), repr=False)
     env: Mapping[str, str] = field(default_factory=dict, repr=False)
     cwd: str | None = None
-    url: str = ""
+    url: str = field(default="", repr=False)
     headers: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     @property
     def transport(self) -> str:
         return "http" if self.url else "stdio"
+
+    @property
+    def endpoint(self) -> str:
+        """The URL without its query, which may hold a key: for requests, which are logged."""
+        return urlsplit(self.url)._replace(query="", fragment="").geturl()
 
     def to_json(self) -> dict[str, Any]:
         """The entry of the file."""

@@ -126,7 +126,7 @@ def _provider(config: ServerConfig, tokens: TokenFile, redirect_uri: str, show: 
     from mcp.shared.auth import OAuthClientMetadata
 
     metadata = OAuthClientMetadata.model_validate({"client_name": "Palaver", "redirect_uris": [redirect_uri]})
-    return OAuthClientProvider(config.url, metadata, tokens, show, wait)
+    return OAuthClientProvider(config.endpoint, metadata, tokens, show, wait)
 
 
 class LoopbackCallback:

@@ -328,7 +328,7 @@ class ToolServerConnection:
             client = http_client(self.config, self.limits, self.guard, auth, self._refused, self._flooded.set)
             client = await stack.enter_async_context(client)
             transport = streamable_http_client(
-                self.config.url, http_client=client, max_sse_event_size=self.limits.message_bytes
+                self.config.endpoint, http_client=client, max_sse_event_size=self.limits.message_bytes
             )
             streams = await stack.enter_async_context(transport)
         info = types.Implementation(name="palaver", version=__version__)
@@ -363,7 +363,7 @@ class ToolServerConnection:
             auth = signing.provider(self.config, self.tokens)
             client = http_client(self.config, self.limits, self.guard, auth)
             async with asyncio.timeout(SIGN_IN_SECONDS), client:
-                asking = asyncio.ensure_future(client.post(self.config.url, json=PING, headers=ACCEPT))
+                asking = asyncio.ensure_future(client.post(self.config.endpoint, json=PING, headers=ACCEPT))
                 stored = asyncio.ensure_future(self.tokens.stored.wait())
                 try:
                     await asyncio.wait({asking, stored}, return_when=asyncio.FIRST_COMPLETED)

@@ -295,9 +295,9 @@ def http_client(
 ) -> httpx2.AsyncClient:
     """A client for a server's URL that bounds responses and, with a guard, connects to the address it checked.
 
-    `on_flood` is called when the server sends too many messages. The stream that has them ends.
-
-    A request that the server refuses because it does not know the session ends with the error SESSION_LOST.
+    Requests are made to the endpoint of the configuration. The query of its URL, which may hold a key, is added when
+    they are sent, so that no log has it. A request that the server refuses because it does not know the session ends
+    with the error SESSION_LOST. `on_flood` is called when the server sends too many messages: their stream ends.
     """
     import httpx2
 
@@ -320,7 +320,7 @@ def http_client(
         async def aclose(self) -> None:
             await self._stream.aclose()
 
-    budget = MessageBudget(limits)
+    budget, endpoint = MessageBudget(limits), httpx2.URL(config.endpoint)
 
     class BoundedEvents(BoundedStream):
         """A stream of events. The length of one is bounded by the SDK."""
@@ -339,6 +339,15 @@ def http_client(
 
     class BoundedTransport(httpx2.AsyncBaseTransport):
         async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
+            url = request.url
+            try:
+                return await self._send(request)
+            finally:
+                request.url = url  # the client logs it
+
+        async def _send(self, request: httpx2.Request) -> httpx2.Response:
+            if request.url == endpoint:
+                request.url = httpx2.URL(config.url)
             if guard is not None:
                 port = request.url.port or PORTS.get(request.url.scheme, 443)
                 try:
