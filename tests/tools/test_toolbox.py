@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from palaver.tools.config import BadToolServer, ServerConfig, add_server, read_servers
+from palaver.commands.serve import _toolbox
+from palaver.errors import BadParameter
+from palaver.store import open_store
+from palaver.tools.config import FILE_NAME, BadToolServer, ServerConfig, add_server, read_servers
 from palaver.tools.toolbox import Toolbox
 
 
@@ -50,3 +53,23 @@ def test_two_processes_that_add_servers_lose_none(tmp_path: Path) -> None:
         writer.join()
     assert len(read_servers(tmp_path / "ada.json")) == 20
     assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o600}
+
+
+async def test_the_file_of_an_operator_is_for_all_and_that_of_the_data_folder_for_the_local_user(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "operator.json"
+    add_server(file, server("shared"))
+    with open_store(tmp_path / "data") as store:
+        add_server(store.folder / FILE_NAME, server("local"))
+        ada, grace = store.users.ensure().id, store.users.ensure("grace").id
+        assert (_toolbox(store, file).names(ada), _toolbox(store, file).names(grace)) == (("shared",), ("shared",))
+        toolbox = _toolbox(store, None)
+        assert (toolbox.names(ada), toolbox.names(grace)) == (("local",), ())
+        toolbox.add(grace, server("hers"))
+        assert (toolbox.names(ada), toolbox.names(grace)) == (("local",), ("hers",))
+        with pytest.raises(BadToolServer, match="no tool server 'local'"):
+            await toolbox.connect(grace, ["local"])
+        with pytest.raises(BadParameter, match="--tools"):
+            _toolbox(store, tmp_path / "missing.json")
+        await toolbox.close()

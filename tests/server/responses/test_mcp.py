@@ -99,6 +99,16 @@ def test_sprout_calls_two_tools_in_one_turn_with_one_request_of_approvals(client
     ]  # fmt: skip
 
 
+def test_without_parallel_calls_one_approval_is_requested(client: openai.OpenAI) -> None:
+    asked: Any = {"model": "sprout", "tools": [DEMO], "temperature": 0, "parallel_tool_calls": False}
+    first = client.responses.create(input=QUESTION, **asked)
+    assert not first.parallel_tool_calls
+    assert kinds(first) == ["mcp_list_tools", "mcp_approval_request"]
+    second = client.responses.create(input=answers(first), previous_response_id=first.id, **asked)
+    assert kinds(second)[0] == "mcp_call"
+    assert kinds(second).count("mcp_approval_request") <= 1
+
+
 def test_a_server_of_the_request_alone(client: openai.OpenAI, tools: LiveServer, tmp_path: Path) -> None:
     with serve_demo(tmp_path) as url:
         server = {"server_url": f"{url}?key={SECRET}", "authorization": SECRET, "headers": {"X-A": SECRET}}
