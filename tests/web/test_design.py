@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import pytest
@@ -12,6 +13,7 @@ from playwright.sync_api import Browser, Locator, Page, expect
 from tests.web.conftest import PATIENCE, Served
 from tests.web.screen import act, ask, conversation, ended, last_reply
 from tests.web.test_manners import grave_violations
+from tests.web.test_tools import approval, calls, open_conversation, press_on
 
 TOUCH = 44
 COMPRESSED = 150_000
@@ -31,7 +33,7 @@ def small_targets(page: Page) -> list[str]:
     """What a finger can press in an open view, and misses: smaller than 44 by 44 pixels. Links within text may be."""
     found: list[str] = page.evaluate(
         """size => [...document.querySelectorAll('button, select, summary, nav a, [role=tab], input:not([hidden])')]
-          .filter(e => e.checkVisibility({ visibilityProperty: true }) && !e.closest('p, figure'))
+          .filter(e => e.checkVisibility({ visibilityProperty: true }) && !e.closest('p'))
           .map(e => [e, (e.type === 'checkbox' ? e.closest('label') : e).getBoundingClientRect()])
           .filter(([e, box]) => box.height < size - 0.5 || box.width < size - 0.5)
           .map(([e, box]) => `${box.width}x${box.height} ${e.outerHTML.slice(0, 100)}`)""",
@@ -195,6 +197,7 @@ def test_the_sidebar_renames_pins_and_selects(page: Page, quick: Served, client:
     def do(title: str, action: str) -> None:
         nav.get_by_role("button", name=f"Actions for {title}").focus()
         page.keyboard.press("Enter")
+        expect(nav.get_by_role("button", name="Rename", exact=True)).to_be_focused()  # a menu takes the focus late
         nav.get_by_role("button", name=action, exact=True).press("Enter")
 
     do("Sidebar 3", "Rename")
@@ -213,8 +216,11 @@ def test_the_sidebar_renames_pins_and_selects(page: Page, quick: Served, client:
     assert client.get(f"/api/conversations/{made[0]}").json()["pinned"] is True
     assert grave_violations(page) == []
 
-    do("Sidebar 2", "Select")
-    nav.get_by_role("checkbox", name="Sidebar 1").check()
+    do("Sidebar three", "Select")
+    nav.get_by_role("checkbox", name="Sidebar 1").click(modifiers=["Shift"])  # and the one between them
+    expect(nav.get_by_role("status")).to_have_text("3 selected")
+    expect(nav.get_by_role("checkbox", name="Sidebar 2")).to_be_checked()
+    nav.get_by_role("checkbox", name="Sidebar three").uncheck()
     expect(nav.get_by_role("status")).to_have_text("2 selected")
     assert grave_violations(page) == []
     nav.get_by_role("button", name="Delete", exact=True).click()
@@ -227,6 +233,38 @@ def test_the_sidebar_renames_pins_and_selects(page: Page, quick: Served, client:
     expect(nav.get_by_role("list", name="Pinned")).to_have_count(0)
 
 
+def test_a_long_title_has_the_width_of_the_sidebar(page: Page, quick: Served, client: httpx.Client) -> None:
+    client.post("/api/conversations", json={"title": "A title that is far too long " * 5})
+    page.goto(quick.url)
+    entry = page.get_by_role("listitem").filter(has_text="A title that is far too long").first
+    title, whole = entry.locator(".title").bounding_box(), entry.bounding_box()
+    assert title is not None
+    assert whole is not None
+    assert title["width"] > 0.9 * whole["width"]
+
+
+def test_the_ring_says_how_full_the_context_is(page: Page, quick: Served) -> None:
+    page.goto(quick.url)
+    ask(page, "Well?")
+    ended(page)
+    ring = page.get_by_role("button", name=re.compile(r"^Context: (< )?\d+(\.\d)?% used$"))
+    page.get_by_label("Message", exact=True).focus()
+    press_on(page, ring, key="Tab")
+    numbers = page.locator("[popover]:popover-open")
+    expect(numbers).to_contain_text(re.compile(r"[\d,]+ of 200,000 tokens"))
+    expect(numbers).to_contain_text(re.compile(r"[\d,]+ tokens left"))
+    assert grave_violations(page) == []
+    page.keyboard.press("Escape")
+    expect(numbers).to_have_count(0)
+
+
+def test_scrollbars_are_thin(page: Page, quick: Served) -> None:
+    page.goto(quick.url)
+    page.get_by_role("button", name="Settings").click()
+    for element in (page.locator(".scroller"), page.get_by_role("dialog")):
+        assert element.evaluate("e => getComputedStyle(e).scrollbarWidth") == "thin"
+
+
 def test_conversations_are_grouped_by_their_date(page: Page, quick: Served, client: httpx.Client) -> None:
     client.post("/api/conversations", json={"title": "Of another day"})
     page.clock.install()
@@ -236,32 +274,61 @@ def test_conversations_are_grouped_by_their_date(page: Page, quick: Served, clie
     expect(nav.get_by_role("list", name="Yesterday").get_by_role("link", name="Of another day")).to_be_visible()
 
 
-def test_everything_can_be_pressed_with_a_finger(browser: Browser, quick: Served) -> None:
+CODE = "Like this:\n\n```html\n<b>bold</b>\n```\n\n```python\nprint(1)\n```"
+
+
+@pytest.fixture
+def phone(browser: Browser) -> Iterator[Page]:
     context = browser.new_context(
         viewport={"width": 360, "height": 740}, has_touch=True, is_mobile=True, service_workers="block"
     )
     context.set_default_timeout(PATIENCE * 1000)
-    page = context.new_page()
-    page.goto(quick.url)
-    ask(page, "Well?")
-    page.get_by_role("button", name="Send").tap()
-    ended(page)
-    assert small_targets(page) == []
-    assert too_wide(page) == []
-    last_reply(page).get_by_role("button", name="More actions").tap()
-    expect(page.locator("[popover]:popover-open")).to_be_visible()
-    assert small_targets(page) == []
-    page.keyboard.press("Escape")
-    page.get_by_role("button", name="Settings").tap()
-    for name in ("Sampling", "Presets"):
-        page.get_by_role("tab", name=name).tap()
-        assert small_targets(page) == []
-        assert too_wide(page) == []
-    page.get_by_role("button", name="Close").tap()
-    page.get_by_role("button", name="Conversations", exact=True).tap()
-    expect(page.get_by_label("Search conversations")).to_be_in_viewport()
-    assert small_targets(page) == []
+    yield context.new_page()
     context.close()
+
+
+def test_everything_can_be_pressed_with_a_finger(phone: Page, tmp_path: Path, built: None) -> None:
+    with Served(tmp_path, script=[{"thought": "So.", "answer": CODE}]) as served:
+        phone.goto(served.url)
+        ask(phone, "Well?")
+        phone.get_by_role("button", name="Send").tap()
+        ended(phone)
+        expect(last_reply(phone).locator("figure.code button")).to_have_count(3)  # two copies, a preview
+        assert small_targets(phone) == []
+        assert too_wide(phone) == []
+        last_reply(phone).get_by_role("button", name="More actions").tap()
+        expect(phone.locator("[popover]:popover-open")).to_be_visible()
+        assert small_targets(phone) == []
+        phone.keyboard.press("Escape")
+        dialog = phone.get_by_role("dialog")
+        for name in ("Map", "Compare replies"):
+            if name == "Map":
+                phone.get_by_role("button", name="More", exact=True).tap()
+            phone.get_by_role("button", name=name).last.tap()
+            expect(dialog).to_be_visible()
+            assert small_targets(phone) == []
+            assert too_wide(phone) == []
+            dialog.get_by_role("button", name="Close").tap()
+            expect(dialog).to_have_count(0)
+        phone.get_by_role("button", name="Settings").tap()
+        for name in ("Sampling", "Presets"):
+            phone.get_by_role("tab", name=name).tap()
+            assert small_targets(phone) == []
+            assert too_wide(phone) == []
+        phone.get_by_role("button", name="Close").tap()
+        phone.get_by_role("button", name="Conversations", exact=True).tap()
+        expect(phone.get_by_label("Search conversations")).to_be_in_viewport()
+        assert small_targets(phone) == []
+
+
+def test_an_approval_can_be_pressed_with_a_finger(phone: Page, tmp_path: Path, built: None) -> None:
+    with Served(tmp_path, "--calling") as served:
+        open_conversation(phone, served, {"tool_servers": ["bad"]})
+        ask(phone, calls(["bad__unchanged"]))
+        phone.get_by_role("button", name="Send").tap()
+        expect(approval(phone)).to_be_visible()
+        assert small_targets(phone) == []
+        assert too_wide(phone) == []
 
 
 @pytest.mark.parametrize("direction", ["ltr", "rtl"])
