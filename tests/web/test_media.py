@@ -15,6 +15,8 @@ from tests import media_files
 from tests.web.conftest import PATIENCE, Served, stored
 from tests.web.screen import answer, ask, conversation, ended
 
+PARAGRAPH = "<w:p><w:r><w:t>{}</w:t></w:r></w:p>"
+
 
 @pytest.fixture(scope="module")
 def seeing(tmp_path_factory: pytest.TempPathFactory, built: None) -> Iterator[Served]:
@@ -24,18 +26,22 @@ def seeing(tmp_path_factory: pytest.TempPathFactory, built: None) -> Iterator[Se
         yield served
 
 
-def test_a_pdf_is_attached_as_its_text(page: Page, sprout: Served, api: httpx.Client, tmp_path: Path) -> None:
-    file = tmp_path / "trip.pdf"
-    file.write_bytes(media_files.pdf("Leaves at nine"))
+@pytest.mark.parametrize("kind", ["pdf", "docx"])
+def test_a_document_is_attached_as_its_text(
+    page: Page, sprout: Served, api: httpx.Client, tmp_path: Path, kind: str
+) -> None:
+    words = "Leaves at nine"
+    file = tmp_path / f"trip.{kind}"
+    file.write_bytes(media_files.pdf(words) if kind == "pdf" else media_files.docx(PARAGRAPH.format(words)))
     page.goto(sprout.url)
     page.locator("form input[type=file]").set_input_files([file])
-    expect(page.get_by_label("Attached files")).to_contain_text("trip.pdf")
+    expect(page.get_by_label("Attached files")).to_contain_text(file.name)
     ask(page, "When does it leave?")
     ended(page)
     parts = stored(api, conversation(page))[0]["parts"]
-    assert parts[1]["text"] == "\n\nFile trip.pdf:\n\nLeaves at nine"
-    page.get_by_text("trip.pdf").click()
-    expect(page.locator("details.file pre")).to_have_text("Leaves at nine")
+    assert parts[1]["text"] == f"\n\nFile {file.name}:\n\n{words}"
+    page.get_by_text(file.name).click()
+    expect(page.locator("details.file pre")).to_have_text(words)
 
 
 def test_a_damaged_pdf_says_why(page: Page, sprout: Served, tmp_path: Path) -> None:
