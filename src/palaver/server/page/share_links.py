@@ -80,7 +80,7 @@ def router() -> APIRouter:
     async def shared(token: str, request: Request, state: StateDep) -> Response:
         share = await state.workers.run(state.service.store.shares.find, token) if state.settings.share else None
         if share is None:
-            return _respond(_document("Palaver", f"<p>{_GONE}</p>"), 404)
+            return _respond(_document("Palaver", f"<main><h1>{_GONE}</h1></main>"), 404)
         if share.id not in pages:
             pages[share.id] = await run_while_connected(request, state.workers.run(_render, state, share))
         return _respond(pages[share.id], 200)
@@ -112,7 +112,7 @@ def render_page(conversation: Conversation, path: Sequence[StoredMessage], share
     until = share.expires_at.strftime("%Y-%m-%d %H:%M UTC")
     footer = f"<footer>A conversation with a model, shared until {until}.</footer>"
     title = conversation.title or "Conversation"
-    return _document(title, f"<h1>{escape(title)}</h1><main>{''.join(articles)}</main>{footer}")
+    return _document(title, f"<main><h1>{escape(title)}</h1>{''.join(articles)}</main>{footer}")
 
 
 def _parts(markdown: MarkdownIt, message: StoredMessage, share: Share) -> Iterator[str]:
