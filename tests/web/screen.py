@@ -30,6 +30,16 @@ def ended(page: Page, status: str = "done") -> Locator:
     return reply
 
 
+def tab_to(page: Page, element: Locator, key: str = "Tab") -> None:
+    """Moves the focus to the element by the Tab key alone."""
+    expect(element).to_be_visible()
+    for _ in range(120):
+        if element.evaluate("element => element === document.activeElement"):
+            return
+        page.keyboard.press(key)
+    raise AssertionError("the element can't be reached by the keyboard")
+
+
 def act(message: Locator, action: str) -> None:
     """One of the actions in the menu of a message."""
     message.get_by_role("button", name="More actions").click()

@@ -12,7 +12,7 @@ from playwright.sync_api import Browser, Locator, Page, expect
 
 from tests.store.test_comparisons import check_preferences
 from tests.web.conftest import PATIENCE, Served
-from tests.web.screen import act, ask, keep_picture, last_reply, replies
+from tests.web.screen import act, ask, keep_picture, last_reply, replies, tab_to
 from tests.web.test_manners import grave_violations
 from tests.web.test_tools import press_on
 
@@ -37,13 +37,17 @@ def talk(page: Page, served: Served) -> Page:
 
 
 def start_comparing(page: Page, blind: bool = False) -> None:
-    page.get_by_role("button", name="Compare replies").click()
+    """By the keyboard alone."""
+    press_on(page, page.get_by_role("button", name="Compare replies"), key="Tab")
     dialog = page.get_by_role("dialog", name="Compare replies")
-    dialog.get_by_label("Temperature").first.fill("0")
-    dialog.get_by_label("Name").nth(1).fill("warm")
+    for field, text in ((dialog.get_by_label("Temperature").first, "0"), (dialog.get_by_label("Name").nth(1), "warm")):
+        tab_to(page, field)
+        page.keyboard.type(text)
     if blind:
-        dialog.get_by_label("Blind").check()
-    dialog.get_by_role("button", name="Start comparing").click()
+        tab_to(page, dialog.get_by_label("Blind"))
+        page.keyboard.press("Space")
+        expect(dialog.get_by_label("Blind")).to_be_checked()
+    press_on(page, dialog.get_by_role("button", name="Start comparing"), key="Tab")
     expect(dialog).to_have_count(0)
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
 from tests.web.conftest import Served
-from tests.web.screen import ask, ended
+from tests.web.screen import ask, ended, tab_to
 from tests.web.test_manners import grave_violations
+from tests.web.test_tools import press_on
 
 WORDS = "The **first** word of it, and then a wordy end.\n\n```text\nword\n```"
 
@@ -57,6 +59,7 @@ def test_a_link_is_made_read_by_a_stranger_and_revoked(talk: Page, browser: Brow
     expect(dialog.get_by_role("button", name="Revoke")).to_have_count(0)
     page.goto(link)
     expect(page.get_by_text("it has ended")).to_be_visible()
+    assert grave_violations_of_static(page) == []
     stranger.close()
 
 
@@ -145,3 +148,47 @@ def test_new_conversations_begin_with_the_defaults_in_every_browser(
     assert '"system":"Be brief."' in (made.value.post_data or "")
     ended(other)
     context.close()
+
+
+def test_links_defaults_and_files_by_keyboard_alone(page: Page, sharing: Served, tmp_path: Path) -> None:
+    def choose_entry(entry: str) -> None:
+        press_on(page, page.get_by_role("button", name="More", exact=True))
+        expect(page.locator("[popover]:popover-open").get_by_role("button").first).to_be_focused()
+        for _ in range(20):
+            if page.get_by_role("button", name=entry).evaluate("element => element === document.activeElement"):
+                break
+            page.keyboard.press("ArrowDown")
+        page.keyboard.press("Enter")
+
+    page.goto(sharing.url)
+    expect(page.get_by_label("Message", exact=True)).to_be_focused()
+    page.keyboard.type("What word?")
+    page.keyboard.press("Enter")
+    ended(page)
+
+    choose_entry("Share…")
+    dialog = page.get_by_role("dialog", name="Share this conversation")
+    press_on(page, dialog.get_by_role("button", name="Create link"), key="Tab")
+    expect(dialog.get_by_role("button", name="Copy")).to_be_focused()
+    press_on(page, dialog.get_by_role("button", name="Revoke"), key="Tab")
+    expect(dialog.get_by_role("button", name="Revoke")).to_have_count(0)
+    page.keyboard.press("Escape")
+    expect(dialog).to_have_count(0)
+
+    choose_entry("Defaults for new conversations")
+    dialog = page.get_by_role("dialog", name="Defaults for new conversations")
+    system = dialog.get_by_label("System prompt")
+    tab_to(page, system)
+    page.keyboard.press("Control+a")
+    page.keyboard.type("Be polite.")
+    with page.expect_request(lambda one: one.method != "GET" and one.url.endswith("/api/defaults")) as stored:
+        press_on(page, dialog.get_by_role("button", name="Save", exact=True), key="Tab")
+    assert "Be polite." in (stored.value.post_data or "")
+    expect(dialog).to_have_count(0)
+
+    file = tmp_path / "word.txt"
+    file.write_text("a word")
+    with page.expect_file_chooser() as chooser:
+        press_on(page, page.get_by_role("button", name="Attach files", exact=True), key="Tab")
+    chooser.value.set_files(file)  # the picker is the operating system's
+    expect(page.get_by_role("list", name="Attached files")).to_contain_text("word.txt")
