@@ -11,7 +11,7 @@ from playwright.sync_api import BrowserContext, Page, Route, expect
 
 from tests.web.conftest import Served, stored, text_of
 from tests.web.screen import act, answer, ask, conversation, ended, hold, last_reply, message_id, replies
-from tests.web.test_manners import grave_violations
+from tests.web.test_manners import axe_violations
 
 
 def test_a_reply_shows_its_thought_and_its_answer(page: Page, sprout: Served, api: httpx.Client) -> None:
@@ -38,7 +38,7 @@ def test_statistics_raw_text_and_tokens_can_be_seen(page: Page, sprout: Served, 
     raw = api.get(f"/api/turns/{message_id(reply)}/raw").json()["text"]
     expect(reply.locator("pre.raw")).to_have_text(raw)
     assert "</think>" in raw
-    assert grave_violations(page) == []
+    assert axe_violations(page) == []
     act(reply, "Tokens")
     tokens = api.get(f"/api/turns/{message_id(reply)}/tokens").json()
     expect(reply.locator(".text .token")).to_have_count(len(tokens))
@@ -74,7 +74,7 @@ def test_retry_edit_and_arrows_walk_the_tree(page: Page, sprout: Served, api: ht
     expect(last_reply(page)).to_have_attribute("data-id", first)
     page.locator("article.user").get_by_role("button", name="Edit").click()
     page.get_by_role("textbox", name="Your message").fill("What is 2 + 2?")
-    assert grave_violations(page) == []
+    assert axe_violations(page) == []
     page.locator("form.edit").get_by_role("button", name="Send").click()
     expect(page.locator("article.user").get_by_label("Version 2 of 2")).to_be_visible()
     ended(page)
@@ -348,7 +348,7 @@ def test_a_full_context_is_a_choice(page: Page, tmp_path: Path, built: None) -> 
         ask(page, "b" * 150)
         dialog = page.get_by_role("dialog", name="The context is full")
         expect(dialog).to_contain_text("300")
-        assert grave_violations(page) == []
+        assert axe_violations(page) == []
         dialog.get_by_role("button", name="Back to my message").click()
         field = page.get_by_label("Message", exact=True)
         expect(field).to_have_value("b" * 150)

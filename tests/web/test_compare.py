@@ -13,7 +13,7 @@ from playwright.sync_api import Browser, Locator, Page, expect
 from tests.store.test_comparisons import check_preferences
 from tests.web.conftest import PATIENCE, Served
 from tests.web.screen import act, ask, keep_picture, last_reply, replies, tab_to
-from tests.web.test_manners import grave_violations
+from tests.web.test_manners import axe_violations
 from tests.web.test_tools import press_on
 
 LONG = "The Rhine rises in the Alps, passes Basel, Cologne and Rotterdam, and ends in the North Sea. " * 4
@@ -77,11 +77,11 @@ def test_replies_stand_side_by_side_and_one_is_chosen(talk: Page, served: Served
     for number in (0, 1):
         expect(replies(talk).nth(number)).to_have_attribute("data-status", "done")
     expect(compared(talk)).to_contain_text("Choose a reply to go on with it.")
-    assert grave_violations(talk) == []
+    assert axe_violations(talk) == []
     compared(talk).get_by_role("button", name="Tokens").last.click()
     expect(compared(talk).get_by_role("application")).to_have_count(2)
     compared(talk).get_by_role("application").first.press("ArrowRight")
-    assert grave_violations(talk) == []
+    assert axe_violations(talk) == []
     keep_picture(talk, "compare-tokens")
     compared(talk).get_by_role("button", name="Tokens").last.click()
     keep_picture(talk, "compare")
@@ -98,7 +98,7 @@ def test_replies_stand_side_by_side_and_one_is_chosen(talk: Page, served: Served
     talk.get_by_role("button", name="Compare replies").click()
     dialog = talk.get_by_role("dialog", name="Compare replies")
     expect(dialog.get_by_role("row", name="warm")).to_contain_text("1 of 1")
-    assert grave_violations(talk) == []
+    assert axe_violations(talk) == []
     keep_picture(talk, "compare-settings")
     with talk.expect_download() as download:
         dialog.get_by_role("link", name="Export the choices").click()
@@ -143,7 +143,7 @@ def test_a_phone_has_tabs(browser: Browser, served: Served) -> None:
     expect(page.locator("article.assistant").nth(1)).to_have_attribute("data-status", "done")
     expect(page.locator("article.assistant").nth(0)).to_have_attribute("data-status", "done")
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
-    assert grave_violations(page) == []
+    assert axe_violations(page) == []
     keep_picture(page, "compare-phone")
     compared(page).get_by_role("tabpanel").get_by_role("button", name="Choose").click()
     expect(compared(page)).to_have_count(0)

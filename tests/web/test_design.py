@@ -12,7 +12,7 @@ from playwright.sync_api import Browser, Locator, Page, expect
 
 from tests.web.conftest import PATIENCE, Served
 from tests.web.screen import act, ask, conversation, ended, last_reply
-from tests.web.test_manners import grave_violations
+from tests.web.test_manners import axe_violations
 from tests.web.test_tools import approval, calls, open_conversation, press_on
 
 TOUCH = 44
@@ -82,7 +82,7 @@ def test_a_menu_has_words_and_is_walked_with_arrows(page: Page, quick: Served) -
     reply.get_by_role("button", name="More actions").press("Enter")
     menu = page.locator("[popover]:popover-open")
     expect(menu.get_by_role("button", name="Read aloud")).to_be_focused()
-    assert grave_violations(page) == []
+    assert axe_violations(page) == []
     page.keyboard.press("ArrowDown")
     expect(menu.get_by_role("button", name=re.compile("^Tokens"))).to_be_focused()
     page.keyboard.press("End")
@@ -107,7 +107,7 @@ def test_the_exports_are_a_menu_in_the_menu_and_delete_is_red(page: Page, quick:
     assert page.locator("[popover]:popover-open hr").count() >= 2
     page.keyboard.press("ArrowRight")
     expect(page.get_by_role("link", name="Markdown", exact=True)).to_be_focused()
-    assert grave_violations(page) == []
+    assert axe_violations(page) == []
     page.keyboard.press("ArrowLeft")
     expect(page.get_by_role("link", name="Markdown", exact=True)).to_have_count(0)
     expect(delete).to_be_visible()
@@ -135,7 +135,7 @@ def test_edits_of_the_settings_are_not_dropped_unasked(page: Page, quick: Served
     for leave in ("Escape", "Escape"):
         page.keyboard.press(leave)
         expect(dialog.get_by_role("button", name="Keep editing")).to_be_focused()
-    assert grave_violations(page) == []
+    assert axe_violations(page) == []
     page.keyboard.press("Alt+n")
     expect(dialog).to_be_visible()
     page.keyboard.press("Enter")
@@ -180,7 +180,7 @@ def test_the_map_says_what_is_in_each_branch(page: Page, quick: Served, client: 
     expect(nodes.nth(0)).to_have_accessible_name("Your message: First words of it")
     expect(nodes.nth(2)).to_have_accessible_name("Reply: Yes.")
     expect(nodes.nth(2)).to_be_focused()
-    assert grave_violations(page) == []
+    assert axe_violations(page) == []
     page.keyboard.press("ArrowUp")
     page.keyboard.press("Enter")
     expect(dialog).to_have_count(0)
@@ -214,7 +214,7 @@ def test_the_sidebar_renames_pins_and_selects(page: Page, quick: Served, client:
     do("Sidebar 0", "Pin")
     expect(nav.get_by_role("list", name="Pinned").get_by_role("link")).to_have_text(["Sidebar 0"])
     assert client.get(f"/api/conversations/{made[0]}").json()["pinned"] is True
-    assert grave_violations(page) == []
+    assert axe_violations(page) == []
 
     do("Sidebar three", "Select")
     nav.get_by_role("checkbox", name="Sidebar 1").click(modifiers=["Shift"])  # and the one between them
@@ -222,7 +222,7 @@ def test_the_sidebar_renames_pins_and_selects(page: Page, quick: Served, client:
     expect(nav.get_by_role("checkbox", name="Sidebar 2")).to_be_checked()
     nav.get_by_role("checkbox", name="Sidebar three").uncheck()
     expect(nav.get_by_role("status")).to_have_text("2 selected")
-    assert grave_violations(page) == []
+    assert axe_violations(page) == []
     nav.get_by_role("button", name="Delete", exact=True).click()
     expect(page.get_by_role("log")).to_contain_text("Deleted 2 conversations.")
     expect(nav.get_by_role("link", name=re.compile("^Sidebar [12]$"))).to_have_count(0)
@@ -253,7 +253,7 @@ def test_the_ring_says_how_full_the_context_is(page: Page, quick: Served) -> Non
     numbers = page.locator("[popover]:popover-open")
     expect(numbers).to_contain_text(re.compile(r"[\d,]+ of 200,000 tokens"))
     expect(numbers).to_contain_text(re.compile(r"[\d,]+ tokens left"))
-    assert grave_violations(page) == []
+    assert axe_violations(page) == []
     page.keyboard.press("Escape")
     expect(numbers).to_have_count(0)
 
@@ -347,13 +347,13 @@ def test_nothing_is_cut_off_at_twice_the_size(browser: Browser, quick: Served, d
     reply = ended(page)
     act(reply, "Statistics")
     assert too_wide(page) == []
-    assert grave_violations(page) == []
+    assert axe_violations(page) == []
     for name in ("Map", "Settings", "Model: scripted", "Compare replies"):
         page.get_by_role("button", name=name).first.click()
         dialog = page.get_by_role("dialog")
         expect(dialog).to_be_visible()
         assert too_wide(page) == []
-        assert grave_violations(page) == []
+        assert axe_violations(page) == []
         if name == "Settings":
             expect(dialog.get_by_role("button", name="Save", exact=True)).to_be_in_viewport(ratio=1)
         page.keyboard.press("Escape")

@@ -10,7 +10,7 @@ from playwright.sync_api import Page, expect
 
 from tests.web.conftest import Served
 from tests.web.screen import act, answer, ask, ended, last_reply
-from tests.web.test_manners import grave_violations
+from tests.web.test_manners import axe_violations
 
 ANSWER = "Light falls on the leaf, and the leaf grows towards the light, a little more each day."
 
@@ -38,7 +38,7 @@ def test_a_draft_forms_settles_and_can_be_scrubbed(page: Page, drafting: Served)
     slider.fill("0")
     expect(reply.get_by_text(re.compile(r"^Step 1 of \d+, after 0 tokens"))).to_be_visible()
     expect(draft.locator(".masked").first).to_be_visible()
-    assert grave_violations(page) == []
+    assert axe_violations(page) == []
     page.reload()
     act(ended(page), "Steps")  # the tab keeps them
     expect(reply.get_by_role("slider", name="Step")).to_be_visible()
@@ -53,7 +53,7 @@ def test_a_stopped_reply_shows_its_unfinished_block_and_goes_on(page: Page, draf
     page.get_by_role("button", name="Stop", exact=True).click()
     reply = ended(page, "stopped")
     expect(draft.locator(".masked").first).to_be_visible()
-    assert grave_violations(page) == []
+    assert axe_violations(page) == []
     kept = answer(reply).strip()
     assert ANSWER.startswith(kept)
     assert kept != ANSWER

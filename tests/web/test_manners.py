@@ -18,7 +18,7 @@ AXE = ROOT / "web" / "node_modules" / "axe-core" / "axe.min.js"
 FIRST_LOAD = 300_000
 
 
-def grave_violations(page: Page) -> list[str]:
+def axe_violations(page: Page) -> list[str]:
     """What axe finds, of any impact."""
     page.evaluate(AXE.read_text())
     found = page.evaluate("() => axe.run(document, { resultTypes: ['violations'] })")
@@ -48,15 +48,15 @@ def test_axe_finds_nothing_grave(browser: Browser, talk: str, scheme: str) -> No
     page = context.new_page()
     page.goto(talk)
     reply = ended(page)
-    assert grave_violations(page) == []
+    assert axe_violations(page) == []
     reply.get_by_role("button", name="Thought").click()
     act(reply, "Tokens")
     reply.locator(".text .token").nth(3).click()
-    assert grave_violations(page) == []
+    assert axe_violations(page) == []
     for name in ("Map", "Settings", "Model"):
         page.get_by_role("button", name=name).first.click()
         expect(page.locator("dialog")).to_be_visible()
-        assert grave_violations(page) == []
+        assert axe_violations(page) == []
         page.keyboard.press("Escape")
         expect(page.locator("dialog")).to_have_count(0)
     context.close()
@@ -105,7 +105,7 @@ def test_everything_can_be_done_with_keys(page: Page, talk: str, sprout: Served,
     page.get_by_role("region", name="Conversation", exact=True).focus()
     page.keyboard.press("?")
     expect(page.get_by_role("dialog", name="Keyboard shortcuts")).to_contain_text("Regenerate the reply")
-    assert grave_violations(page) == []
+    assert axe_violations(page) == []
     page.keyboard.press("Escape")
     page.keyboard.press("Alt+s")
     expect(page.get_by_label("Search conversations")).to_be_focused()
@@ -210,7 +210,7 @@ def test_a_key_is_given_once_and_no_script_can_read_it(browser: Browser, tmp_pat
         page.get_by_label("Key").fill("wrong")
         page.get_by_role("button", name="Sign in").click()
         expect(page.get_by_role("alert")).to_contain_text("isn’t valid")
-        assert grave_violations(page) == []
+        assert axe_violations(page) == []
         page.get_by_label("Key").fill(key)
         page.get_by_role("button", name="Sign in").click()
         ask(page, "May I?")
@@ -251,7 +251,7 @@ def test_search_tags_titles_delete_and_restore(page: Page, talk: str, sprout: Se
     nav.get_by_role("button", name="Deleted").click()
     restore = nav.get_by_role("button", name="Restore Animals of all kinds")
     expect(restore).to_be_visible()
-    assert grave_violations(page) == []
+    assert axe_violations(page) == []
     restore.click()
     nav.get_by_role("button", name="Back").click()
     nav.get_by_role("link", name="Animals of all kinds").click()

@@ -9,7 +9,7 @@ from playwright.sync_api import BrowserContext, Locator, Page, expect
 
 from tests.web.conftest import Served
 from tests.web.served import LOGIN
-from tests.web.test_manners import grave_violations
+from tests.web.test_manners import axe_violations
 
 
 def box(element: Locator) -> tuple[float, float]:
@@ -36,7 +36,7 @@ def test_an_error_of_a_dialog_is_seen_in_it(page: Page, quick: Served) -> None:
     dialog.locator("form").get_by_role("button", name="Use by default").click()
     alert = dialog.get_by_role("alert")
     expect(alert).to_contain_text("no/such-model")
-    assert grave_violations(page) == []
+    assert axe_violations(page) == []
     assert alert.evaluate(
         """element => {
           const { x, y, width, height } = element.getBoundingClientRect()
@@ -59,7 +59,7 @@ def test_a_notice_covers_neither_messages_nor_the_banner(
     context.set_offline(True)
     banner = page.locator(".banner")
     expect(banner).to_be_visible()
-    assert grave_violations(page) == []
+    assert axe_violations(page) == []
     header, messages = box(page.locator("main > header")), box(page.locator(".scroller"))
     told, notice = box(banner), box(alert)
     assert header[1] <= told[0] + 1

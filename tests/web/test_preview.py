@@ -12,7 +12,7 @@ from playwright.sync_api import Page, expect
 
 from tests.web.conftest import Served
 from tests.web.screen import ask, ended
-from tests.web.test_manners import grave_violations
+from tests.web.test_manners import axe_violations
 
 HTML = """<!doctype html><title>x</title><h1 id="made">Made</h1>
 <img src="OUTSIDE/img"><link rel="stylesheet" href="OUTSIDE/css"><iframe src="OUTSIDE/frame"></iframe>
@@ -92,7 +92,7 @@ def test_previews_reach_nothing(page: Page, outside: Outside, tmp_path: Path, bu
         expect(heading).to_have_text(
             "no cookie, no storage, no parent, no top, no popup, no peer, socket, no fetch, no fetch, no fetch, null"
         )
-        assert grave_violations(page) == []
+        assert axe_violations(page) == []
         buttons.nth(0).click()
         expect(reply.locator("iframe")).to_have_count(0)
         buttons.nth(1).click()

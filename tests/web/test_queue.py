@@ -7,7 +7,7 @@ from playwright.sync_api import Page, expect
 
 from tests.web.conftest import PATIENCE, Served, stored, text_of
 from tests.web.screen import ask, conversation, ended, hold, last_reply
-from tests.web.test_manners import grave_violations
+from tests.web.test_manners import axe_violations
 
 PASTE = """([selector, text]) => {
   const clipboardData = new DataTransfer()
@@ -27,7 +27,7 @@ def test_queued_messages_are_sent_one_by_one_as_replies_end(page: Page, quick: S
     waiting = page.get_by_label("Queued messages").get_by_role("listitem")
     expect(waiting).to_have_text(["Second", "Third"])
     expect(page.get_by_label("Message", exact=True)).to_have_value("")
-    assert grave_violations(page) == []
+    assert axe_violations(page) == []
     go_on()
     expect(page.locator("article.user")).to_have_text(["First", "Second", "Third"])
     ended(page)

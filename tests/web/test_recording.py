@@ -12,7 +12,7 @@ from playwright.sync_api import Locator, Page, expect
 from tests.voice.tiny_models import make_whisper
 from tests.web.conftest import PATIENCE, Served
 from tests.web.screen import ask, conversation, ended
-from tests.web.test_manners import grave_violations
+from tests.web.test_manners import axe_violations
 
 DENIED = """navigator.mediaDevices.getUserMedia = () => Promise.reject(new DOMException('no', 'NotAllowedError'))"""
 
@@ -132,11 +132,11 @@ def test_a_text_model_without_a_transcriber_offers_neither(page: Page, quick: Se
 def test_axe_finds_nothing_grave(open_page: Page) -> None:
     page = open_page
     record(page, "Record sound", "Recording sound")
-    assert grave_violations(page) == []
+    assert axe_violations(page) == []
     page.get_by_role("button", name="Cancel").click()
     page.get_by_role("button", name="Take a picture").click()
     expect(page.get_by_role("button", name="Take the picture")).to_be_enabled()
-    assert grave_violations(page) == []
+    assert axe_violations(page) == []
 
 
 RECOGNISER = """
@@ -163,7 +163,7 @@ def test_a_browser_that_recognises_speech_on_this_device_takes_dictation(page: P
     page.get_by_role("button", name="Dictate").click()
     panel = page.get_by_role("group", name="Dictating")
     expect(panel.get_by_role("status")).to_have_text("Two words and three more")
-    assert grave_violations(page) == []
+    assert axe_violations(page) == []
     panel.get_by_role("button", name="Write it down").click()
     expect(panel).to_have_count(0)
     expect(field).to_have_value("Well: Two words and three more")

@@ -10,7 +10,7 @@ from playwright.sync_api import Browser, Page, expect
 
 from tests.web.conftest import Served
 from tests.web.screen import ask, ended, tab_to
-from tests.web.test_manners import grave_violations
+from tests.web.test_manners import axe_violations
 from tests.web.test_tools import press_on
 
 WORDS = "The **first** word of it, and then a wordy end.\n\n```text\nword\n```"
@@ -43,7 +43,7 @@ def test_a_link_is_made_read_by_a_stranger_and_revoked(talk: Page, browser: Brow
     expect(dialog.get_by_role("button", name="Copy")).to_be_focused()
     link = dialog.get_by_label("Link", exact=True).input_value()
     assert "/share/" in link
-    assert grave_violations(talk) == []
+    assert axe_violations(talk) == []
     stranger = browser.new_context()
     page = stranger.new_page()
     broken: list[str] = []
@@ -52,23 +52,23 @@ def test_a_link_is_made_read_by_a_stranger_and_revoked(talk: Page, browser: Brow
     expect(page.locator("article")).to_have_count(2)
     expect(page.locator("strong")).to_have_text("first")
     expect(page.get_by_text("A word in a thought.")).to_have_count(0)
-    assert grave_violations_of_static(page) == []
+    assert axe_violations_of_static(page) == []
     assert broken == []
     assert stranger.cookies() == []
     dialog.get_by_role("button", name="Revoke").click()
     expect(dialog.get_by_role("button", name="Revoke")).to_have_count(0)
     page.goto(link)
     expect(page.get_by_text("it has ended")).to_be_visible()
-    assert grave_violations_of_static(page) == []
+    assert axe_violations_of_static(page) == []
     stranger.close()
 
 
-def grave_violations_of_static(page: Page) -> list[str]:
+def axe_violations_of_static(page: Page) -> list[str]:
     """The sandbox of a shared page runs no script, so its elements are looked at from another page."""
     html = page.content()
     other = page.context.new_page()
     other.set_content(html)
-    found = grave_violations(other)
+    found = axe_violations(other)
     other.close()
     return found
 
@@ -102,7 +102,7 @@ def test_words_are_found_in_what_is_shown(talk: Page) -> None:
     expect(told).to_have_text("1 of 1")
     field.fill("(nothing")
     expect(told).to_have_text("No matches")
-    assert grave_violations(talk) == []
+    assert axe_violations(talk) == []
     field.press("Escape")
     expect(bar).to_have_count(0)
     assert talk.evaluate("CSS.highlights.has('found')") is False
@@ -118,7 +118,7 @@ def test_a_search_leads_to_a_thought_and_opens_it(talk: Page, sharing: Served) -
     search.fill("in thought")
     hit = talk.get_by_role("link", name="Thought:").first
     expect(hit).to_contain_text("A word in a thought.")
-    assert grave_violations(talk) == []
+    assert axe_violations(talk) == []
     hit.focus()
     talk.keyboard.press("Enter")
     ended(talk)
@@ -136,7 +136,7 @@ def test_new_conversations_begin_with_the_defaults_in_every_browser(
     page.keyboard.press("Escape")
     expect(dialog.get_by_role("alert")).to_have_text("Discard your changes?")
     dialog.get_by_role("button", name="Keep editing").click()
-    assert grave_violations(page) == []
+    assert axe_violations(page) == []
     dialog.get_by_role("button", name="Save", exact=True).click()
     expect(dialog).to_have_count(0)
     context = browser.new_context(service_workers="block")

@@ -11,7 +11,7 @@ from palaver.store import open_store
 from palaver.store.schema import replies, running
 from tests.web.conftest import PATIENCE, Served
 from tests.web.screen import ask, ended, last_reply, message_id
-from tests.web.test_manners import grave_violations
+from tests.web.test_manners import axe_violations
 
 LINES = "The first line of it.\nThe second line of it."
 
@@ -30,11 +30,11 @@ def test_a_reply_that_was_stopped_in_its_thought_shows_it(page: Page, endless: S
     page.goto(endless.url)
     ask(page, "Well?")
     expect(last_reply(page).locator(".thinking")).to_contain_text("Another paragraph.")
-    assert grave_violations(page) == []
+    assert axe_violations(page) == []
     page.get_by_role("button", name="Stop", exact=True).click()
     for _ in range(2):
         reply = ended(page, "stopped")
-        assert grave_violations(page) == []
+        assert axe_violations(page) == []
         expect(reply.get_by_text("Stopped while thinking")).to_be_visible()
         expect(reply.get_by_role("button", name="Stopped while thinking")).to_have_attribute("aria-expanded", "true")
         expect(reply.locator(".thinking p").first).to_be_visible()

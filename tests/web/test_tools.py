@@ -18,7 +18,7 @@ from tests.tools import misbehaving_server
 from tests.tools.oauth_server import serve_oauth
 from tests.web.conftest import PATIENCE, Served
 from tests.web.screen import ask, keep_picture, last_reply
-from tests.web.test_manners import grave_violations
+from tests.web.test_manners import axe_violations
 
 
 @pytest.fixture(scope="module")
@@ -79,12 +79,12 @@ def test_one_press_of_a_key_runs_all_calls(talk: Page) -> None:
     ask(talk, calls(["bad__unchanged", "bad__injection"]))
     expect(approval(talk)).to_be_visible()
     expect(talk.get_by_label("Tool call: bad__unchanged")).to_contain_text("waiting for your approval")
-    assert grave_violations(talk) == []
+    assert axe_violations(talk) == []
     press_on(talk, approval(talk).get_by_role("button", name="Run all"))
     expect(last_reply(talk)).to_contain_text(ANSWER)
     expect(talk.get_by_label("Tool call: bad__unchanged")).to_contain_text("as always")
     expect(talk.get_by_label("Tool call: bad__injection")).to_contain_text("IGNORE ALL PREVIOUS")
-    assert grave_violations(talk) == []
+    assert axe_violations(talk) == []
     talk.reload()
     expect(last_reply(talk)).to_contain_text(ANSWER)
     expect(talk.get_by_label("Tool call: bad__unchanged")).to_contain_text("as always")
@@ -103,7 +103,7 @@ def test_notices_about_tools_are_shown_once(talk: Page) -> None:
     dialog = talk.locator("dialog")
     dialog.get_by_role("tab", name="Tools").click()
     expect(dialog.get_by_role("region", name="Tool servers").get_by_text(notice)).to_be_visible()
-    assert grave_violations(talk) == []
+    assert axe_violations(talk) == []
 
 
 def test_sprout_calls_two_tools_of_the_demo_and_reads_its_notes(page: Page, tmp_path: Path) -> None:
@@ -114,13 +114,13 @@ def test_sprout_calls_two_tools_of_the_demo_and_reads_its_notes(page: Page, tmp_
         page.keyboard.press("Enter")
         expect(approval(page)).to_be_visible(timeout=PATIENCE * 1000)
         expect(page.get_by_label("Tool call: ")).to_have_count(2)
-        assert grave_violations(page) == []
+        assert axe_violations(page) == []
         keep_picture(page, "tools")
         press_on(page, approval(page).get_by_role("button", name="Run all"))
         expect(last_reply(page)).to_contain_text(re.compile(r"\d\d:\d\d.*391"), timeout=PATIENCE * 1000)
         expect(page.get_by_label("Tool call: calculate")).to_contain_text("391")
         expect(page.get_by_label("Tool call: clock")).to_contain_text(re.compile(r"\d\d:\d\d"))
-        assert grave_violations(page) == []
+        assert axe_violations(page) == []
         attach_by_the_keyboard(page, served)
 
 
@@ -132,7 +132,7 @@ def attach_by_the_keyboard(page: Page, served: Served) -> None:
     press_on(page, page.get_by_role("button", name="Attach from a tool server"), key="Tab")
     dialog = page.get_by_role("dialog", name="Attach from a tool server")
     expect(dialog.get_by_role("region", name="demo")).to_contain_text("All notes.")
-    assert grave_violations(page) == []
+    assert axe_violations(page) == []
     press_on(page, dialog.get_by_role("button", name="Attach notes"), key="Tab")
     expect(dialog).to_have_count(0)
     expect(files.get_by_role("listitem")).to_contain_text(["all"])
@@ -161,7 +161,7 @@ def test_arguments_are_edited_and_a_call_is_denied(talk: Page) -> None:
     type_over(talk, field, "nothing")
     expect(approval(talk).get_by_role("alert")).to_have_text("The arguments must be a JSON object.")
     expect(run).to_be_disabled()
-    assert grave_violations(talk) == []
+    assert axe_violations(talk) == []
     type_over(talk, field, '{"a": 2}')
     expect(run).to_be_enabled()
     press_on(talk, run, key="Tab")
@@ -181,7 +181,7 @@ def test_a_slow_tool_is_stopped_continued_and_survives_a_kill(talk: Page, served
     expect(talk.get_by_text("The tool calls were stopped.")).to_be_visible()
     last_reply(talk).get_by_role("button", name="Continue").click()
     expect(approval(talk)).to_contain_text("It is not known what it did.")
-    assert grave_violations(talk) == []
+    assert axe_violations(talk) == []
     approval(talk).get_by_role("button", name="Run", exact=True).click()
     expect(talk.get_by_label("Tool call: bad__slow")).to_contain_text("running…")
     record = served.folder / "record"
@@ -204,7 +204,7 @@ def test_servers_are_offered_and_added_in_the_settings(page: Page, served: Serve
     dialog.get_by_text("Add a tool server").click()
     dialog.get_by_label("Name of the server").fill("inside")
     dialog.get_by_label("URL").fill(f"{served.url}/mcp")
-    assert grave_violations(page) == []
+    assert axe_violations(page) == []
     dialog.get_by_role("button", name="Add", exact=True).click()
     expect(dialog.get_by_text("is at an address that is not public")).to_be_visible()
     dialog.get_by_role("button", name="Remove inside").click()
@@ -218,7 +218,7 @@ def test_servers_are_offered_and_added_in_the_settings(page: Page, served: Serve
     dialog.get_by_role("tab", name="Tools").click()
     dialog.get_by_text("Remembered decisions (1)").click()
     expect(dialog.get_by_text("runs without asking, in all conversations")).to_be_visible()
-    assert grave_violations(page) == []
+    assert axe_violations(page) == []
     press_on(page, dialog.get_by_role("button", name="Ask again about bad"), key="Tab")
     expect(dialog.get_by_text("Remembered decisions")).to_have_count(0)
     page.keyboard.press("Escape")
@@ -241,4 +241,4 @@ def test_a_user_is_led_to_the_sign_in_of_a_server(page: Page, tmp_path: Path, mo
         press_on(page, dialog.get_by_role("button", name="Sign in to web"))
         link = dialog.get_by_role("link", name="Continue at 127.0.0.1")
         expect(link).to_be_focused()
-        assert grave_violations(page) == []
+        assert axe_violations(page) == []

@@ -11,7 +11,7 @@ from playwright.sync_api import Locator, Page, expect
 from palaver.engines.core.token_masks import unspeakable_characters
 from tests.web.conftest import Served, stored, text_of
 from tests.web.screen import act, ask, conversation, ended, last_reply, message_id
-from tests.web.test_manners import grave_violations
+from tests.web.test_manners import axe_violations
 
 pytest.importorskip("espeakng_loader")
 
@@ -48,7 +48,7 @@ def test_a_message_is_read_aloud_and_stops(page: Page, sprout: Served) -> None:
     act(reply, "Read aloud")
     sound = plays(reply).element_handle()
     assert sound is not None
-    assert grave_violations(page) == []
+    assert axe_violations(page) == []
     seconds, level = page.evaluate(LEVEL, f"api/messages/{message_id(reply)}/speech")
     assert seconds > 1
     assert level > 0.02

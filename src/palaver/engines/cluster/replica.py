@@ -16,15 +16,16 @@ from cachetools import LRUCache
 from palaver.engines.base import Engine, EngineState
 from palaver.engines.host.frames import Frame, OutputFrame, decode_frames, encode_error, encode_frame
 from palaver.errors import EngineError, PalaverError
-from palaver.generation import MediaContent, MediaItem, Prompt
+from palaver.generation import MediaContent, MediaItem, Prompt, Step
 from palaver.phases import Vocabulary
 
 if TYPE_CHECKING:
     from palaver.sampling import Sampling
 
 LoadEngine: TypeAlias = Callable[[], Awaitable[tuple[Engine, Vocabulary]]]
-BATCH_S = 0.008
-"""Outputs of one reply that come within this time travel together. The first ones after a pause do not wait."""
+BATCH_S, MIN_BATCH_S, MAX_BATCH_S = 0.004, 0.008, 0.032
+"""Tokens of one reply that come within this time travel together: so long for each open request, within these limits.
+The first ones, also after a pause, do not wait."""
 MEDIA_BYTES = 256 << 20
 """Decoded pictures and sounds that are kept, so that the next turn does not send them again."""
 CACHE_USED, CACHE_LIMIT, CACHE_KEPT = "used_bytes", "limit_bytes", "kept_bytes"
@@ -76,7 +77,7 @@ class EngineReplica:
         try:
             with self._telemetry.request(prompt.turn) as observed:
                 batches = _Batches(self._engine, self._with_contents(prompt), frame["sampling"], frame["choice"])
-                async for outputs in batches.run():
+                async for outputs in batches.run(lambda: max(MIN_BATCH_S, min(MAX_BATCH_S, BATCH_S * self._open))):
                     observed.count(outputs)
                     yield encode_frame({"outputs": [(0, output) for output in outputs]})
         finally:
@@ -145,7 +146,8 @@ class _Batches:
         self._outputs: list[OutputFrame] = []
         self._changed = asyncio.Event()
 
-    async def run(self) -> AsyncGenerator[list[OutputFrame]]:
+    async def run(self, interval: Callable[[], float]) -> AsyncGenerator[list[OutputFrame]]:
+        """`interval`: for how many seconds tokens are collected."""
         pump = asyncio.create_task(self._pump())
         due = 0.0
         try:
@@ -156,7 +158,8 @@ class _Batches:
                 self._changed.clear()
                 ended, outputs, self._outputs = pump.done(), self._outputs, []
                 if outputs:
-                    due = time.monotonic() + BATCH_S
+                    if any(isinstance(output, Step) for output in outputs):
+                        due = time.monotonic() + interval()
                     yield outputs
                 if ended:
                     return
