@@ -93,7 +93,7 @@ def test_the_first_screen(browser: Browser, sprout: Served, pictures: Path) -> N
 def test_thinking_and_the_answer(browser: Browser, drawing: Served, pictures: Path) -> None:
     page = opened(browser, drawing.url)
     ask(page, "How do I draw a circle of points?")
-    page.wait_for_function("document.querySelector('.thinking.live')?.textContent.includes('The question')")
+    page.locator(".thinking.live", has_text="The question").wait_for()  # looks at every frame
     seen(page, "thinking", pictures)
     ended(page)
     expect(page.locator(".katex").first).to_be_visible()
