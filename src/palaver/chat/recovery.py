@@ -18,12 +18,7 @@ from palaver.chat.turns import Turns
 from palaver.errors import PalaverError
 from palaver.events import fold
 from palaver.messages import Part
-from palaver.store import (
-    ReplyEnding,
-    ReplyStatus,
-    Store,
-    StoredMessage,
-)
+from palaver.store import ReplyEnding, ReplyStatus, Store, StoredMessage
 
 _log = logging.getLogger(__name__)
 
