@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 from training import mixture
@@ -12,6 +12,7 @@ from training.abilities import (
     facts,
     follow_ups,
     honesty,
+    json_answers,
     letters,
     long_replies,
     manners,
@@ -118,6 +119,15 @@ def _never_told(draw: Draw) -> Sample:
     return conversation(*memory.never_told(draw, _short_filler))
 
 
+def _at_terminal(draw: Draw) -> Sample:
+    draw = replace(draw, terminal=True)
+    return replace(conversation(palaver.any_one(draw)), terminal=True)
+
+
+def _json(draw: Draw) -> Sample:
+    return json_answers.free(draw, _short_filler)
+
+
 BARS = (
     Bar("+ and − to 4 digits", 0.995, _alone(_sums(4))),
     Bar("+ and − to 6 digits", 0.98, _alone(_sums(6))),
@@ -143,7 +153,10 @@ BARS = (
     Bar("small facts", None, _alone(facts.any_one)),
     Bar("everyday tools, names known", None, _everyday_calls),
     Bar("answers from tool results", None, tools.answered),
-    Bar("itself and Palaver", None, _alone(palaver.any_one)),
+    Bar("itself and Palaver", 0.95, _alone(palaver.any_one)),
+    Bar("itself and Palaver, at a terminal", 0.95, _at_terminal),
+    Bar("JSON under a grammar", 0.98, _json),
+    Bar("thinking off: JSON under a grammar", 0.98, lambda draw: mixture.without_thinking(_json(draw))),
     Bar("small talk, not refused", None, _alone(small_talk.any_one)),
     Bar("asked, never told", None, _never_told),
     Bar("long replies", None, _alone(long_replies.any_one)),

@@ -57,6 +57,14 @@ def _json_keys(reply: Reply, keys: list[str]) -> bool:
     return isinstance(found, dict) and sorted(found) == sorted(keys)
 
 
+def _json(reply: Reply, _: Any) -> bool:
+    """Whether the answer is JSON with something in it."""
+    try:
+        return bool(json.loads(reply.answer))
+    except ValueError:
+        return False
+
+
 def _has_word(reply: Reply, word: str) -> bool:
     return re.search(rf"(?<!\w){re.escape(word)}(?!\w)", reply.answer) is not None
 
@@ -67,6 +75,11 @@ def _numbers(reply: Reply) -> list[str]:
 
 def _honest(reply: Reply, _: Any) -> bool:
     return "tiny demo model" in reply.answer and "`" not in reply.answer and not reply.calls
+
+
+def _page_way(reply: Reply, value: str) -> bool:
+    """Whether the answer tells the page's way, and no command or key of the terminal."""
+    return value in reply.answer and re.search(r"(^|\s)/[a-z]|Ctrl\+C|terminal|`", reply.answer) is None
 
 
 def _place(reply: Reply, place: str) -> bool:
@@ -83,6 +96,7 @@ CHECKS: dict[str, Callable[[Reply, Any], bool]] = {
     "has_word_any_case": lambda reply, value: re.search(rf"\b{value}\b", reply.answer, re.IGNORECASE) is not None,
     "place": _place,
     "ends_with_word": lambda reply, value: re.findall(r"\w", reply.answer)[-1:] == [value],
+    "page_way": _page_way,
     "contains": lambda reply, value: value in reply.answer,
     "contains_all": lambda reply, value: all(part in reply.answer for part in value),
     "contains_any_case": lambda reply, value: value.lower() in reply.answer.lower(),
@@ -95,6 +109,7 @@ CHECKS: dict[str, Callable[[Reply, Any], bool]] = {
     "capitals": lambda reply, _: reply.answer == reply.answer.upper(),
     "lower": lambda reply, _: reply.answer == reply.answer.lower(),
     "one_word": lambda reply, value: reply.answer.rstrip(".!").lower() == value.rstrip(".!").lower(),
+    "json": _json,
     "json_keys": _json_keys,
     "bullets": lambda reply, value: [line[:2] for line in reply.answer.split("\n")] == ["- "] * value,
     "without": lambda reply, value: not says(reply.answer, value),

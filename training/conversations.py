@@ -69,6 +69,8 @@ class Sample:
     expect: Expect | None = None
     pieces: tuple[Piece, ...] = ()
     """The content of the last message in pieces, where a part of it is not to be learned."""
+    terminal: bool = False
+    """Whether the prompt says that the user is at a terminal: the template's variable `terminal`."""
 
 
 def conversation(*exchanges: Exchange, system: str = "", tools: tuple[Json, ...] = (), thinks: bool = True) -> Sample:

@@ -11,6 +11,7 @@ import json
 import sys
 import time
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,10 @@ class Case:
     bar: str
     sample: Sample
     prompt: str
+    """With the beginning of the reply, where a grammar writes it."""
     wanted: str
+    begun: str = ""
+    """The beginning of the reply that stands in the prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +49,16 @@ class Outcome:
 
 
 def drawn(bars: tuple[Bar, ...], count: int, seed: int) -> list[Case]:
-    return [Case(bar.name, sample, *render(sample)) for bar in bars for sample in cases(bar, count, seed)]
+    return [_case(bar.name, sample) for bar in bars for sample in cases(bar, count, seed)]
+
+
+def _case(bar: str, sample: Sample) -> Case:
+    prompt, wanted = render(sample)
+    if not sample.pieces:
+        return Case(bar, sample, prompt, wanted)
+    forced = "".join(piece.text for piece in takewhile(lambda piece: not piece.learned, sample.pieces))
+    begun = wanted[: wanted.rindex(sample.messages[-1].content)] + forced
+    return Case(bar, sample, prompt + begun, wanted, begun)
 
 
 def outcomes(model: Writer, asked: list[tuple[Case, Sampling]], batch: int) -> list[Outcome]:
@@ -61,7 +74,7 @@ def _limit(case: Case) -> int:
 
 
 def judged(case: Case, reply: str) -> Outcome:
-    found = read(reply, case.sample.thinks)
+    found = read(case.begun + reply, case.sample.thinks)
     assert case.sample.expect is not None
     return Outcome(case, reply, right(found, case.sample.expect), found.well_formed, found.ended)
 

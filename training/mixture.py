@@ -36,6 +36,8 @@ SINGLE: tuple[tuple[float, Callable[[Draw], Exchange]], ...] = (
 AWAY_FROM_TOOLS = tuple(one for one in SINGLE if one[1] not in (arithmetic.any_one, honesty.any_one))
 """What neither a clock nor a calculator would be asked."""
 DIRECT = 0.15
+AT_TERMINAL = 0.15
+"""How often the prompt says that the user is at a terminal."""
 T = TypeVar("T")
 
 
@@ -179,11 +181,13 @@ def itself(draw: Draw) -> Sample:
 
 
 def as_json(draw: Draw) -> Sample:
-    """An answer that a grammar makes JSON, or a call that it demands."""
+    """An answer that a grammar makes JSON, or a call that it demands; often without a thought."""
     if draw.chance(0.2):
-        return json_answers.required(draw, away_from_tools)
-    system = _system(draw)
-    return json_answers.answered(draw, single, (Message("system", system),) if system else ())
+        found = json_answers.required(draw, away_from_tools)
+    else:
+        system = _system(draw)
+        found = json_answers.answered(draw, single, (Message("system", system),) if system else ())
+    return without_thinking(found) if draw.chance(0.4) else found
 
 
 KINDS: tuple[tuple[float, Callable[[Draw], Sample]], ...] = (
@@ -197,7 +201,7 @@ KINDS: tuple[tuple[float, Callable[[Draw], Sample]], ...] = (
 
 
 POLISH: tuple[tuple[float, Callable[[Draw], Sample]], ...] = (
-    (0.39, talk),
+    (0.37, talk),
     (0.06, remembered),
     (0.01, long_memory),
     (0.05, followed),
@@ -206,14 +210,15 @@ POLISH: tuple[tuple[float, Callable[[Draw], Sample]], ...] = (
     (0.03, direct_sum),
     (0.02, direct_fact),
     (0.03, itself),
-    (0.04, as_json),
+    (0.06, as_json),
     (0.37, polished),
 )
 """The mixture of the second, shorter stage: more of what the first one learned least, calls above all."""
 
 
 def sample(draw: Draw, polish: bool = False) -> Sample:
-    found = weighted(draw, POLISH if polish else KINDS)(draw)
+    draw = replace(draw, terminal=draw.chance(AT_TERMINAL))
+    found = replace(weighted(draw, POLISH if polish else KINDS)(draw), terminal=draw.terminal)
     return without_thinking(found) if draw.chance(DIRECT) else found
 
 

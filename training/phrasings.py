@@ -104,6 +104,8 @@ class Draw:
     random: Random
     split: Split = Split.TRAIN
     pieces: tuple[str, ...] = ()
+    terminal: bool = False
+    """Whether the prompt of this conversation says that the user is at a terminal."""
 
     def chance(self, probability: float) -> bool:
         return self.random.random() < probability
@@ -140,7 +142,10 @@ class Draw:
 
     def ask(self, bank: str, **slots: object) -> str:
         """A phrasing of this draw's half as people type it: wrapped, lower case, without its full stop, misspelt."""
-        form = self.form(bank)
+        return self.phrase(self.form(bank), **slots)
+
+    def phrase(self, form: str, **slots: object) -> str:
+        """A form as people type it."""
         lower = self.chance(0.15)
         text = self.fill(self._misspelt(form) if self.chance(0.04) else form, slots, lower)
         opener = self.form(OPENERS) if self.chance(0.16) else ""

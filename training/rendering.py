@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from training.conversations import Call, Json, Message, Sample
 
+TERMINAL = "The user is at a terminal."
 TOOLS_OPENING = "# Tools\n\nThese functions can be called to help with the request:\n<tools>\n"
 TOOLS_CLOSING = (
     "\n</tools>\n\nTo call one, write its name and its arguments as JSON between tags, once for each call:\n"
@@ -23,13 +24,13 @@ END = "<|im_end|>"
 def render(sample: Sample) -> tuple[str, str]:
     """The prompt as the model reads it, and the reply it is to write, up to and with its end token."""
     *history, reply = sample.messages
-    prompt = render_prompt(history, sample.tools, sample.thinks)
+    prompt = render_prompt(history, sample.tools, sample.thinks, sample.terminal)
     thought = f"<think>\n{reply.thinking}\n</think>\n\n" if sample.thinks else ""
     return prompt, thought + _said(reply) + END
 
 
-def render_prompt(messages: Sequence[Message], tools: Sequence[Json], thinks: bool) -> str:
-    opening = _system(messages, tools)
+def render_prompt(messages: Sequence[Message], tools: Sequence[Json], thinks: bool, terminal: bool = False) -> str:
+    opening = _system(messages, tools, terminal)
     last_question = max((at for at, message in enumerate(messages) if message.role == "user"), default=-1)
     turns = [
         _turn(messages, at, current=at > last_question)
@@ -38,13 +39,17 @@ def render_prompt(messages: Sequence[Message], tools: Sequence[Json], thinks: bo
     return opening + "".join(turns) + REPLY_OPENING + ("" if thinks else NO_THOUGHT)
 
 
-def _system(messages: Sequence[Message], tools: Sequence[Json]) -> str:
-    text = messages[0].content if messages and messages[0].role == "system" else ""
+def _system(messages: Sequence[Message], tools: Sequence[Json], terminal: bool) -> str:
+    has_system = bool(messages) and messages[0].role == "system"
+    if not (has_system or tools or terminal):
+        return ""
+    parts = [TERMINAL] if terminal else []
+    if has_system and messages[0].content:
+        parts.append(messages[0].content)
     if tools:
         listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
-        text = (text + "\n\n" if text else "") + TOOLS_OPENING + listed + TOOLS_CLOSING
-    elif not (messages and messages[0].role == "system"):
-        return ""
+        parts.append(TOOLS_OPENING + listed + TOOLS_CLOSING)
+    text = "\n\n".join(parts)
     return f"<|im_start|>system\n{text}{END}\n"
 
 

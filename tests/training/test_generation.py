@@ -10,7 +10,7 @@ from random import Random
 import pytest
 
 from training import digits
-from training.abilities import arithmetic, letters, small_talk, tools
+from training.abilities import arithmetic, letters, palaver, small_talk, tools
 from training.abilities.schemas import function
 from training.bars import BARS, Bar, cases
 from training.checks import Reply, read, right
@@ -77,7 +77,8 @@ def test_arguments_come_in_the_order_of_the_request() -> None:
     draw = Draw(Random(8), Split.HELD_OUT)
     for _ in range(300):
         exchange, _ = tools.two_calls(draw)
-        assert exchange.thinking.startswith(f"Two calls: {exchange.calls[0].name}, {exchange.calls[1].name}.")
+        first, second = (call.name.split("__")[-1] for call in exchange.calls)
+        assert exchange.thinking.startswith(f'Two calls: "{first}", "{second}".')
         at = 0
         for given in (value for call in exchange.calls for value in call.arguments.values()):
             if isinstance(given, str):
@@ -149,6 +150,22 @@ def test_tools_of_several_servers_are_offered() -> None:
     drawn = [tools.several_calls(draw) for _ in range(300)]
     named = [{call.name.split("__")[0] for call in exchange.calls if "__" in call.name} for exchange, _ in drawn]
     assert sum(len(servers) > 1 for servers in named) > 40
+
+
+COMMAND = re.compile(r"(^|\s)/[a-z]|Ctrl\+C|terminal|`")
+
+
+def test_answers_about_palaver_name_commands_only_where_the_terminal_is_known() -> None:
+    draw = Draw(Random(6))
+    drawn = [palaver.any_one(draw) for _ in range(1500)]
+    page = [found for found in drawn if found.expect and found.expect.kind == "page_way"]
+    assert len(page) > 600
+    assert not any(COMMAND.search(found.answer) for found in page)
+    at_terminal = Draw(Random(6), terminal=True)
+    asked = [palaver.any_one(at_terminal) for _ in range(1500)]
+    told = [found for found in asked if COMMAND.search(found.answer)]
+    other = [found for found in asked if found.expect and found.expect.kind == "page_way"]
+    assert len(told) > 5 * len(other) > 0  # a question may name the page there
 
 
 def test_small_talk_names_no_command_of_the_terminal() -> None:

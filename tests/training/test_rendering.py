@@ -47,9 +47,9 @@ def test_prompts_equal_the_template(split: Split) -> None:
     template = TEMPLATE.read_text()
     for at, sample in enumerate(islice(samples(3, 0, split, ()), 600)):
         *history, _ = sample.messages
-        prompt = render_prompt(history, sample.tools, sample.thinks)
+        prompt = render_prompt(history, sample.tools, sample.thinks, sample.terminal)
         asked = Sample(tuple(history), sample.tools, sample.thinks)
-        options = {"enable_thinking": False} if not sample.thinks else {}
+        options = {"terminal": sample.terminal} | ({"enable_thinking": False} if not sample.thinks else {})
         assert prompt == by_template(asked, template, at % 2 == 0, add_generation_prompt=True, **options)
 
 
@@ -57,7 +57,9 @@ def test_whole_conversations_equal_the_template() -> None:
     template = TEMPLATE.read_text()
     for sample in islice(samples(4, 0, Split.TRAIN, ()), 400):
         if sample.thinks:
-            assert "".join(render(sample)) + "\n" == by_template(sample, template, False, add_generation_prompt=False)
+            assert "".join(render(sample)) + "\n" == by_template(
+                sample, template, False, add_generation_prompt=False, terminal=sample.terminal
+            )
 
 
 def test_past_thinking_is_dropped() -> None:

@@ -10,12 +10,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from training.abilities.manners import ANSWER_KEYS, REASON_KEYS, short_fact
 from training.abilities.schemas import FLAG_PARAMETERS, NUMBER_PARAMETERS, TEXT_PARAMETERS, function
-from training.conversations import Exchange, Json, Message, Piece, Sample
+from training.conversations import Exchange, Expect, Json, Message, Piece, Sample
 from training.phrasings import Draw
 from training.words import made_up
 
@@ -56,10 +56,7 @@ class Writing:
 
 def answered(draw: Draw, other: Callable[[Draw], Exchange], before: tuple[Message, ...] = ()) -> Sample:
     """A question whose answer has to be JSON of some shape."""
-    exchange = short_fact(draw) if draw.chance(0.6) else other(draw)
-    while len(exchange.answer) > LONGEST or not exchange.answer:
-        exchange = other(draw)
-    writing = Writing(draw, exchange, " " if draw.chance(0.85) else "")
+    writing = _begin(draw, other)
     kind = draw.random.random()
     if kind < 0.35:
         _free_object(writing)
@@ -68,9 +65,27 @@ def answered(draw: Draw, other: Callable[[Draw], Exchange], before: tuple[Messag
     elif kind < 0.93:
         _array(writing)
     else:
-        writing.force('"')
-        writing.learn(json.dumps(_text(writing, "answer"), ensure_ascii=False)[1:])
+        _string(writing)
     return writing.sample(before)
+
+
+def free(draw: Draw, other: Callable[[Draw], Exchange]) -> Sample:
+    """A question of whose answer only the first sign is forced: an object or a text of whatever content."""
+    writing = _begin(draw, other)
+    (_free_object if draw.chance(0.8) else _string)(writing)
+    return replace(writing.sample(()), expect=Expect("JSON", "json"))
+
+
+def _begin(draw: Draw, other: Callable[[Draw], Exchange]) -> Writing:
+    exchange = short_fact(draw) if draw.chance(0.6) else other(draw)
+    while len(exchange.answer) > LONGEST or not exchange.answer:
+        exchange = other(draw)
+    return Writing(draw, exchange, " " if draw.chance(0.85) else "")
+
+
+def _string(writing: Writing) -> None:
+    writing.force('"')
+    writing.learn(json.dumps(_text(writing, "answer"), ensure_ascii=False)[1:])
 
 
 def required(draw: Draw, other: Callable[[Draw], Exchange]) -> Sample:

@@ -20,6 +20,7 @@ FLAG_OFF = "tools/flag_off"
 BOTH = "tools/both"
 CONNECTORS = "tools/connectors"
 THEN_NOTE = "tools/then_note"
+AROUND = "tools/around"
 NUMBERS = {2: "Two", 3: "Three", 4: "Four"}
 RESULT_WORDS = ("status", "result", "value", "total", "name", "state", "level", "answer", "place", "price", "message", "count", "id", "time", "temperature", "code", "place", "colour")
 NO_TOOL = (
@@ -66,13 +67,26 @@ def _request(draw: Draw, wanted: Function, arguments: dict[str, Any]) -> str:
 
 
 def _thought(call: Call) -> str:
+    """The tool's own name, then the whole one where a server's name comes before it: whose tool it is, is looked up last."""
     given = ", ".join(f"{k} {json.dumps(v, ensure_ascii=False)}" for k, v in call.arguments.items())
-    return f"{call.name} fits" + (f": {given}." if given else ", without arguments.")
+    own = _own_name(call)
+    named = own if own == call.name else f'{own}: "{call.name}"'
+    return f"{named} fits" + (f": {given}." if given else ", without arguments.")
+
+
+def _own_name(call: Call) -> str:
+    """The name without that of its server."""
+    return call.name.rsplit("__", 1)[-1]
+
+
+def _quoted(*calls: Call) -> tuple[str, ...]:
+    """The own names in quotes, as the prompt has them: in quotes a name has the same tokens everywhere."""
+    return tuple(f'"{_own_name(call)}"' for call in calls)
 
 
 def _called(user: str, calls: tuple[Call, ...]) -> Exchange:
     wanted = [{"name": c.name, "arguments": dict(c.arguments)} for c in calls]
-    plan = f"{NUMBERS[len(calls)]} calls: {', '.join(c.name for c in calls)}.\n" if len(calls) > 1 else ""
+    plan = f"{NUMBERS[len(calls)]} calls: {', '.join(_quoted(*calls))}.\n" if len(calls) > 1 else ""
     return Exchange(user, plan + "\n".join(_thought(c) for c in calls), "", Expect("tool calls", "calls", wanted), calls)
 
 
@@ -128,7 +142,10 @@ def several_calls(draw: Draw) -> tuple[Exchange, tuple[Json, ...]]:
     """Several everyday requests in one message; in training more often three, and of all kinds."""
     demo, counts = ((known_tools.DEMO,) * 2, (2, 2, 2, 3, 3)) if unseen(draw) else ((known_tools.DEMO,), (2, 2, 3, 3, 3))
     wishes, listed = _wishes(draw, draw.pick((*demo, known_tools.KINDS)), draw.pick(counts))
-    return _called(_all_at_once(draw, wishes), _calls(wishes)), listed
+    asked = _all_at_once(draw, wishes)
+    if draw.chance(0.2) and not unseen(draw):
+        asked = draw.plain(AROUND, r=asked, w=_within(asked), n="\n")
+    return _called(asked, _calls(wishes)), listed
 
 
 def _calls(wishes: list[Wish]) -> tuple[Call, ...]:
@@ -204,9 +221,10 @@ def chained(draw: Draw) -> Sample:
     then = draw.plain(THEN_NOTE)
     user = Message("user", asked.rstrip(".?!") + then)
     call, noted = first.call(arguments), second.call({second.parameters[0].name: content.replace("\n", ", ")})
+    own, then_own = _quoted(call, noted)
     others = known_tools.schemas(draw, tuple(kind for kind in known_tools.DEMO if kind not in (first_kind, note)), server) if draw.chance(0.6) else []
     listed = _listed_tools(draw, [first, second, *others], 0)
-    opening = Message("assistant", "", f"First {call.name}, then {noted.name} with its result.\n{_thought(call)}", (call,))
+    opening = Message("assistant", "", f"First {own}, then {then_own} with its result.\n{_thought(call)}", (call,))
     following = Message("assistant", "", f"The result is there. {returned.replace(chr(10), ' ')}\n{_thought(noted)}", (noted,))
     closing = Message("assistant", f"{sentence} I noted it.", "The result is there. Noted.")
     history = (user, opening, Message("tool", returned), following, Message("tool", draw.pick((f"Noted: {content}", "ok", "saved"))), closing)
