@@ -67,7 +67,7 @@ def test_retry_edit_and_arrows_walk_the_tree(page: Page, sprout: Served, api: ht
     page.goto(sprout.url)
     ask(page, "Hello!")
     first = message_id(ended(page))
-    last_reply(page).get_by_role("button", name="Regenerate").click()
+    last_reply(page).get_by_role("button", name="Retry").click()
     expect(last_reply(page).get_by_label("Version 2 of 2")).to_be_visible()
     ended(page)
     last_reply(page).get_by_role("button", name="Previous version").click()

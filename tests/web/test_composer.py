@@ -68,7 +68,7 @@ def test_the_focus_goes_where_the_next_key_belongs(page: Page, quick: Served) ->
     expect(page.locator("article.user")).to_contain_text("Hello!")
     expect(page.locator("article.user").get_by_label("Version 2 of 2")).to_be_visible()
     ended(page)
-    page.locator("article.assistant").get_by_role("button", name="Regenerate").focus()
+    page.locator("article.assistant").get_by_role("button", name="Retry").focus()
     page.keyboard.press("Enter")
     expect(field).to_be_focused()
     expect(last_reply(page).get_by_label("Version 2 of 2")).to_be_visible()

@@ -69,7 +69,7 @@ def test_actions_are_under_the_last_reply_and_elsewhere_on_hover(page: Page, qui
     first.get_by_role("button", name="Copy").focus()
     assert opacity(first.locator(".tools")) == 1
     names = [one.get_attribute("aria-label") for one in last.locator(".tools > button").all()]
-    assert names == ["Copy", "Edit", "Regenerate", "More actions"]
+    assert names == ["Copy", "Edit", "Retry", "More actions"]
     last.get_by_role("button", name="Copy").click()
     expect(last.get_by_text("Copied", exact=True)).to_be_attached()  # on the button: nothing moves for it
     expect(page.get_by_role("log").locator(".notice")).to_have_count(0)
@@ -169,7 +169,7 @@ def test_the_map_says_what_is_in_each_branch(page: Page, quick: Served, client: 
     page.goto(quick.url)
     ask(page, "First words of it")
     ended(page)
-    last_reply(page).get_by_role("button", name="Regenerate").click()
+    last_reply(page).get_by_role("button", name="Retry").click()
     expect(last_reply(page).get_by_label("Version 2 of 2")).to_be_visible()
     ended(page)
     page.keyboard.press("Alt+m")

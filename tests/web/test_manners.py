@@ -104,7 +104,7 @@ def test_everything_can_be_done_with_keys(page: Page, talk: str, sprout: Served,
     page.keyboard.press("Escape")
     page.get_by_role("region", name="Conversation", exact=True).focus()
     page.keyboard.press("?")
-    expect(page.get_by_role("dialog", name="Keyboard shortcuts")).to_contain_text("Regenerate the reply")
+    expect(page.get_by_role("dialog", name="Keyboard shortcuts")).to_contain_text("Retry the reply")
     assert axe_violations(page) == []
     page.keyboard.press("Escape")
     page.keyboard.press("Alt+s")
