@@ -29,6 +29,9 @@ class CountingSource:
     forces_tokens: bool = False
     requests: list[TokenRequest] = field(default_factory=list)
 
+    async def open(self) -> None:
+        pass
+
     def check(self, prompt: Prompt, sampling: Sampling) -> None:
         pass
 

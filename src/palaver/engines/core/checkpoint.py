@@ -72,7 +72,7 @@ def open_checkpoint(model: str | Path, check_config: CheckConfig | None = None) 
     weights = _weights(folder)
     tensors: dict[str, StoredTensor] = {}
     for path in weights:
-        tensors |= _header(path)
+        tensors |= read_header(path)
     return Checkpoint(str(model), folder, config, weights, tensors)
 
 
@@ -131,7 +131,7 @@ def read_json(path: Path) -> Any:
         raise BrokenModel(f"{str(path)!r} can't be read as JSON: {_reason(error)}.") from error
 
 
-def _header(path: Path) -> dict[str, StoredTensor]:
+def read_header(path: Path) -> dict[str, StoredTensor]:
     """The tensors a file declares, after checking that the file is as long as they need."""
     try:
         with path.open("rb") as file:

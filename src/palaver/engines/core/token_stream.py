@@ -84,6 +84,10 @@ class TokenBackend(Protocol):
         """Whether it closes thoughts itself, by `Sampling.thinking_budget` and `Prompt.answer_at`."""
         ...
 
+    async def open(self) -> None:
+        """Completes loading in the event loop that the source will be used in. Raises a ModelError."""
+        ...
+
     def check(self, prompt: Prompt, sampling: Sampling) -> None:
         """Raises BadParameter for what it can't do."""
         ...
@@ -300,6 +304,10 @@ class TokenStreamEngine:
     def status(self) -> EngineStatus:
         reason = self._exit_reason
         return EngineStatus(EngineState.READY) if reason is None else EngineStatus(EngineState.FAILED, str(reason))
+
+    async def open(self) -> None:
+        """Completes loading. Raises a ModelError."""
+        await self.source.open()
 
     def generate(self, prompt: Prompt, sampling: Sampling, choice: int = 0) -> StreamedGeneration:
         if self._exit_reason is not None:

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 from palaver.engines.base import EngineGeneration
 from palaver.engines.core.engine import LocalEngine
@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 Weights: TypeAlias = "Future[LoadedModel | None]"
 ChildEngine: TypeAlias = "LocalEngine | DiffusionEngine | TokenStreamEngine | ClusterEngine"
 _RUN_GGUF = ("llamacpp", "compiled")
+_OPENED = ("vllm", "remote")
+"""Engines whose loading ends in the event loop."""
 _PROGRESS_INTERVAL_S = 0.2
 """How often the supervisor gets the progress of loading."""
 _WARM_DELAY_S = 1.0
@@ -293,6 +295,8 @@ class EngineHost:
                     self._engine = await asyncio.get_running_loop().run_in_executor(loader, make)
             else:
                 self._engine = await asyncio.to_thread(make)
+            if frame["spec"].engine in _OPENED:
+                await cast("TokenStreamEngine", self._engine).open()
         except Exception as error:
             traceback.print_exception(error)
             self._send({"failed": encode_error(_as_model_error(error))})

@@ -47,8 +47,11 @@ class RemoteSource:
         self._facts = facts
         self._limit = asyncio.Semaphore(max_running) if max_running is not None else None
 
+    async def open(self) -> None:
+        """`load` has connected."""
+
     def check(self, prompt: Prompt, sampling: Sampling) -> None:
-        check_native(prompt, sampling)
+        check_native(prompt, sampling, self._server.max_temperature)
 
     async def prepare(self, request: TokenRequest) -> None:
         """The server does everything itself."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import re
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import replace
@@ -28,6 +29,7 @@ from palaver.engines.core.logits_processor import with_grammars
 from palaver.engines.core.media import with_media
 from palaver.engines.core.token_stream import SourceDied, TokenRequest, TokenStreamEngine
 from palaver.engines.host.frames import EngineSpec
+from palaver.engines.vllm.adapter import lora_arguments
 from palaver.engines.vllm.media import engine_input, open_media
 from palaver.engines.vllm.sampling_params import check_native, common_parameters, native_lacks, native_parameters
 from palaver.engines.vllm.startup_log import StartupLog
@@ -52,6 +54,7 @@ FREE = frozenset(
     " xtc_probability xtc_threshold dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers".split()
 )
 """Parameters that change nothing in the choice of a greedy token."""
+_WORKER_ERROR = re.compile(r"Worker failed with error ['\"](.+?)['\"], please check", re.DOTALL)
 
 
 def load(
@@ -74,6 +77,7 @@ def load(
     """
     checkpoint = open_checkpoint(model)
     has_media = has_processor(checkpoint.folder)
+    lora = {} if adapter is None else lora_arguments(adapter, checkpoint)
     folder = Path(palaver.__file__).parent.parent  # of this process alone: see host/process.py
     spec = EngineSpec("vllm", checkpoint.folder, tuple(vocabulary))
     workers = None if native_sampling else SamplingWorkers(folder / "sampling", spec)
@@ -101,7 +105,7 @@ def load(
         "max_num_seqs": max_running,
         "kv_cache_memory_bytes": None if on_cpu else cache_bytes,
         "block_size": 32 if on_cpu else None,
-        **({} if adapter is None else _lora_arguments(adapter)),
+        **lora,
     }
     if has_media:
         known = AsyncEngineArgs.__dataclass_fields__
@@ -114,13 +118,13 @@ def load(
     except Exception as error:
         raise BrokenModel(f"vLLM can't load this model: {log.root_cause() or _reason(error)}") from error
     info = describe(checkpoint, llm.vllm_config, native_sampling)
-    lora = None if adapter is None else LoRARequest(adapter.name, 1, str(adapter))
     media = open_media(llm.renderer) if has_media else None
     if isinstance(media, str):
         info, media = replace(info, lacks={**info.lacks, Capability.MEDIA: media}), None
     elif media is not None:
         info = with_media(info, media)
-    source = VllmSource(llm, info, workers, SamplingParams, lora)
+    lora_request = None if adapter is None else LoRARequest(adapter.name, 1, str(adapter))
+    source = VllmSource(llm, info, workers, SamplingParams, lora_request)
     return TokenStreamEngine(info, vocabulary, source, on_failure, media)
 
 
@@ -129,6 +133,12 @@ def _reason(error: Exception) -> str:
     checks = getattr(error, "errors", None)
     text = str(checks()[0]["msg"]) if callable(checks) else str(error).strip()
     return (text.removeprefix("Value error, ").splitlines() or [type(error).__name__])[0]
+
+
+def _call_error(error: Exception) -> str:
+    """What a worker raised: vLLM wraps it into sentences of its own."""
+    found = _WORKER_ERROR.search(str(error))
+    return (found[1] if found else _reason(error)).rstrip(" .") + "."
 
 
 def _set_environment(cache_bytes: int | None, sampling_socket: Path | None) -> None:
@@ -153,17 +163,6 @@ def _complete_metadata(folder: Path) -> None:
         metadata = folder / f"vllm-{found}.dist-info"
         metadata.mkdir()
         (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {found}+cpu\n")
-
-
-def _lora_arguments(adapter: Path) -> dict[str, Any]:
-    from palaver.engines.core.checkpoint import read_json
-
-    settings = read_json(adapter / "adapter_config.json")
-    rank = settings.get("r") if isinstance(settings, dict) else None
-    if not isinstance(rank, int):
-        raise BrokenModel(f"{str(adapter)!r} isn't a LoRA adapter: its adapter_config.json has no rank.")
-    ranks = (8, 16, 32, 64, 128, 256, 320, 512)
-    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": next((r for r in ranks if r >= rank), rank)}
 
 
 def describe(checkpoint: Checkpoint, config: Any, native: bool) -> EngineInfo:
@@ -213,14 +212,23 @@ class VllmSource:
         info: EngineInfo,
         workers: SamplingWorkers | None,
         make_parameters: Callable[..., Any],
-        lora: Any | None = None,
+        lora_request: Any | None = None,
     ) -> None:
         self._llm = llm
         self._info = info
         self._workers = workers
         self._make_parameters = make_parameters
-        self._lora = lora
+        self._lora_request = lora_request
         self.forces_tokens = workers is not None
+
+    async def open(self) -> None:
+        """Loads the adapter. With the first request instead, one that vLLM refuses would end its process."""
+        if self._lora_request is None:
+            return
+        try:
+            await self._llm.add_lora(self._lora_request)
+        except Exception as error:
+            raise BrokenModel(f"vLLM can't load the adapter: {_call_error(error)}") from error
 
     def check(self, prompt: Prompt, sampling: Sampling) -> None:
         if self._workers is None:
@@ -272,7 +280,8 @@ class VllmSource:
         if request.prompt.media:
             prompt = engine_input(request)
         made = self._make_parameters(**parameters, output_kind=RequestOutputKind.DELTA, skip_clone=True)
-        outputs: AsyncGenerator[Any] = self._llm.generate(prompt, made, str(request.number), lora_request=self._lora)
+        number, lora = str(request.number), self._lora_request
+        outputs: AsyncGenerator[Any] = self._llm.generate(prompt, made, number, lora_request=lora)
         return outputs
 
     def _translate(self, error: Exception) -> None:
