@@ -26,8 +26,9 @@ from palaver.generation import (
 from palaver.phases import Vocabulary
 from palaver.sampling import Sampling
 
-LACKS = tuple(capability for capability in Capability if capability is not Capability.FILTERS)
+HAS = (Capability.FILTERS, Capability.EXACT_CONTINUATION)
 """Filters and penalties are accepted: the script stays the same."""
+LACKS = tuple(capability for capability in Capability if capability not in HAS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,10 +19,11 @@ from typing import Any
 import numpy as np
 
 from palaver.constraints import Constraint, Grammar
-from palaver.engines.base import BY_TEXT, Capability, Engine
+from palaver.engines.base import BY_TEXT, NATIVE_SAMPLER, Capability, Engine, Fingerprint
 from palaver.engines.core.engine import LocalEngine
 from palaver.engines.core.rng import uniform
 from palaver.engines.core.sampler import HostLogits
+from palaver.engines.vllm.sampling_params import SUPPORTED
 from palaver.generation import Prompt
 from palaver.sampling import Sampling
 from tests.engines.engine_cases import EngineCases
@@ -74,12 +75,29 @@ MOST_EXCUSED = 0.005
 """The part of the replies that may differ within the rounding."""
 
 
+def lacking_filters(engine: Engine) -> tuple[str, ...]:
+    """The filters and penalties that the engine refuses. vLLM's own sampler has some of them."""
+    if Capability.FILTERS not in engine.info.lacks:
+        return ()
+    fingerprint = Fingerprint.parse(engine.info.fingerprint)
+    is_native = fingerprint is not None and fingerprint.sampler == NATIVE_SAMPLER
+    return tuple(name for name in FILTERS if not (is_native and name in SUPPORTED))
+
+
 def setting_for(engine: Engine, name: str) -> Sampling:
     """The setting, without filters and penalties where the engine declares that it lacks them."""
-    if Capability.FILTERS not in engine.info.lacks:
-        return SETTINGS[name]
-    neutral: dict[str, Any] = {parameter: getattr(Sampling(), parameter) for parameter in FILTERS}
+    neutral: dict[str, Any] = {parameter: getattr(Sampling(), parameter) for parameter in lacking_filters(engine)}
     return replace(SETTINGS[name], **neutral)
+
+
+def continues_samples(engine: Engine) -> bool:
+    """Whether a sampled reply goes on as the uncut one. Every engine does so with greedy replies."""
+    return Capability.EXACT_CONTINUATION not in engine.info.lacks
+
+
+def continuable(engine: Engine, sampling: Sampling) -> Sampling:
+    """The same, but greedy where the engine declares that it can't continue sampled replies exactly."""
+    return sampling if continues_samples(engine) else replace(sampling, temperature=0)
 
 
 def prompt_for(cases: EngineCases, number: int, setting: str) -> Prompt:
@@ -250,7 +268,7 @@ class Cycles:
     def _request(self, number: int, owner: str) -> tuple[Prompt, Sampling]:
         setting = self.settings[number % len(self.settings)]
         prompt = replace(prompt_for(self.cases, number, setting), owner=owner, conversation=owner)
-        return prompt, replace(setting_for(self.engine, setting), seed=number)
+        return prompt, replace(continuable(self.engine, setting_for(self.engine, setting)), seed=number)
 
     async def _stop_and_continue(self, number: int) -> Run:
         """The whole reply. Some continues find nothing of it in the cache: all is computed again, in other pieces."""

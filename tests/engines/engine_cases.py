@@ -26,8 +26,9 @@ from tests.gguf_files import convert_qwen3
 from tests.mlx_files import convert_sprout
 from tests.scripted_engine import ScriptedEngine
 
-NAMES = ("torch", "compiled", "quantised", "llamacpp", "mlx", "diffusion", "vllm", "scripted")
-"""`quantised`: compiled steps with a GGUF file."""
+NAMES = ("torch", "compiled", "quantised", "llamacpp", "mlx", "diffusion", "vllm", "vllm-native", "scripted")
+"""`quantised`: compiled steps with a GGUF file. `vllm-native`: vLLM's own sampler chooses the tokens."""
+VLLM = ("vllm", "vllm-native")
 EXACT_MODES = ("torch", "llamacpp", "mlx")
 """Compiled steps are always exact."""
 QUANTISED_TYPE = "q8_0"
@@ -48,7 +49,7 @@ def missing(name: str) -> str:
         return "NOTHING IS SHOWN HERE: xllamacpp is not installed"
     if name == "mlx" and not has_mlx():
         return "NOTHING IS SHOWN HERE: mlx and mlx-lm are not installed"
-    if name == "vllm" and VLLM_VARIABLE not in os.environ:
+    if name in VLLM and VLLM_VARIABLE not in os.environ:
         return f"NOTHING IS SHOWN HERE: {VLLM_VARIABLE} names no Python that has vLLM"
     return ""
 
@@ -125,8 +126,8 @@ class EngineCases:
                 return load_diffusion(
                     folder, vocabulary=vocabulary, trained=settings, device=self.device, options=options
                 )
-            case "vllm":
-                return ThreadedEngine(self.spec("vllm"))
+            case "vllm" | "vllm-native":
+                return ThreadedEngine(self.spec(name))
             case _:
                 return self._scripted()
 
@@ -143,9 +144,14 @@ class EngineCases:
             case "diffusion":
                 folder, vocabulary, settings = self.sprout_diffusion
                 return EngineSpec("diffusion", folder, vocabulary, diffusion=settings, **common)
-            case "vllm":
+            case "vllm" | "vllm-native":
                 python = Path(os.environ[VLLM_VARIABLE])
-                common |= {"dtype": "float32", "compiled": False, "python": python}
+                common |= {
+                    "dtype": "float32",
+                    "compiled": False,
+                    "python": python,
+                    "native_sampling": name == "vllm-native",
+                }
                 return EngineSpec("vllm", self.sprout, self.vocabulary, **common)
             case _:
                 return EngineSpec("torch", self.sprout, self.vocabulary, compiled=name == "compiled", **common)

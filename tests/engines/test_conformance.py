@@ -1,6 +1,6 @@
 """What every engine must do, with the embedded model: torch, compiled steps (with a GGUF file, too), llama.cpp, MLX,
-diffusion, vLLM and the scripted engine of the tests. What an engine can't do it declares (`EngineInfo.lacks`) and
-refuses."""
+diffusion, vLLM (with its own sampler, too) and the scripted engine of the tests. What an engine can't do it declares
+(`EngineInfo.lacks`) and refuses."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import json
 import math
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -30,7 +31,10 @@ from tests.engines.cycles import (
     Cycles,
     Difference,
     Tally,
+    continuable,
+    continues_samples,
     find_difference,
+    lacking_filters,
     measure_rounding,
     prompt_for,
     setting_for,
@@ -38,9 +42,12 @@ from tests.engines.cycles import (
 from tests.engines.engine_cases import CONTEXT, EXACT_MODES, NAMES, EngineCases, missing
 from tests.engines.generate import Run, continued, run
 from tests.engines.reference import choose
+from tests.engines.threaded import ThreadedEngine
 
 GREEDY = SETTINGS["greedy"]
 ENDLESS = Sampling(temperature=0, min_tokens=600)
+VARIED = 2.0
+"""A temperature at which replies of the embedded model differ; vLLM's own sampler takes no higher one."""
 CYCLES = 50
 EXACT_CYCLES = 6
 """Exact passes are slower, and one difference is enough."""
@@ -143,15 +150,37 @@ async def test_a_reply_continues_at_every_token(subject: Subject, setting: str) 
     engine, prompt = subject.engine, prompt_for(subject.cases, 0, setting)
     sampling = setting_for(engine, setting)
     if sampling != SETTINGS[setting]:
-        with pytest.raises(BadParameter, match=f"^top_k 40: .*{engine.info.lacks[Capability.FILTERS]}.$"):
+        first = lacking_filters(engine)[0]
+        refusal = f"^{first} {getattr(SETTINGS[setting], first)}: .*{engine.info.lacks[Capability.FILTERS]}.$"
+        with pytest.raises(BadParameter, match=refusal):
             await run(engine, prompt, SETTINGS[setting])
     if sampling.constraint is not None and Capability.CONSTRAINTS in engine.info.lacks:
         await assert_refused(engine, Capability.CONSTRAINTS, prompt, sampling)
         return
     whole = await run(engine, prompt, sampling)
     check_setting(setting, subject, whole)
+    if not continues_samples(engine):
+        await subject.assert_same(prompt, sampling, await run(engine, prompt, sampling), whole)
+        sampling = continuable(engine, sampling)
+        whole = await run(engine, prompt, sampling)
+        check_setting(setting, subject, whole)
     starts = range(len(whole.ids) + 1)
     rests = await asyncio.gather(*(run(engine, continued(prompt, whole.ids[:start]), sampling) for start in starts))
+    for start, rest in zip(starts, rests, strict=True):
+        await subject.assert_same(prompt, sampling, rest, whole, start)
+
+
+async def test_sampled_replies_continue_exactly_or_the_engine_says_so(subject: Subject) -> None:
+    """An engine that lacks nothing must not declare that it does."""
+    engine, prompt = subject.engine, subject.prompt("Write a poem about the sea, please.")
+    sampling = Sampling(temperature=VARIED, min_tokens=14, max_tokens=16, seed=3)
+    whole = await run(engine, prompt, sampling)
+    starts = (2, 5, 8, 11)
+    rests = [await run(engine, continued(prompt, whole.ids[:start]), sampling) for start in starts]
+    if not continues_samples(engine):
+        differ = [whole.ids[:start] + rest.ids != whole.ids for start, rest in zip(starts, rests, strict=True)]
+        assert any(differ), "it need not declare a lack"
+        return
     for start, rest in zip(starts, rests, strict=True):
         await subject.assert_same(prompt, sampling, rest, whole, start)
 
@@ -187,7 +216,8 @@ async def test_stops_and_continues_under_load(subject: Subject, record_property:
 @pytest.mark.slow  # each process imports its libraries
 async def test_a_reply_goes_on_when_its_process_is_killed(subject: Subject) -> None:
     """The exact modes and the scripted engine are tried without a process: another engine goes on."""
-    sampling = replace(setting_for(subject.engine, "sampled"), min_tokens=40, max_tokens=40)
+    sampling = continuable(subject.engine, setting_for(subject.engine, "sampled"))
+    sampling = replace(sampling, min_tokens=40, max_tokens=40)
     prompts = [subject.prompt(text) for text in ("Tell me a story.", "Hi!")]
     uncut = [await run(subject.engine, prompt, sampling) for prompt in prompts]
     if subject.exact or subject.name == "scripted":
@@ -197,7 +227,7 @@ async def test_a_reply_goes_on_when_its_process_is_killed(subject: Subject) -> N
             await subject.assert_same(prompt, sampling, rest, expected, 9)
         await other.close()
         return
-    async with HostedEngine(subject.cases.spec(subject.name)) as hosted:
+    async with open_process(subject) as hosted:
         process = hosted.process_id
         assert process is not None
         maps = Path(f"/proc/{process}/maps")
@@ -210,7 +240,17 @@ async def test_a_reply_goes_on_when_its_process_is_killed(subject: Subject) -> N
         await subject.assert_same(prompt, sampling, out, expected)
 
 
-async def run_and_kill(engine: HostedEngine, process: int, prompt: Prompt, sampling: Sampling) -> Run:
+@asynccontextmanager
+async def open_process(subject: Subject) -> AsyncIterator[HostedEngine | ThreadedEngine]:
+    """The engine in a process of its own: the subject's, where it has one."""
+    if isinstance(subject.engine, ThreadedEngine):
+        yield subject.engine
+        return
+    async with HostedEngine(subject.cases.spec(subject.name)) as hosted:
+        yield hosted
+
+
+async def run_and_kill(engine: HostedEngine | ThreadedEngine, process: int, prompt: Prompt, sampling: Sampling) -> Run:
     """Whichever reply has five tokens first kills the process."""
     out, prefills = Run(), 0
     async with engine.generate(prompt, sampling) as outputs:
@@ -321,7 +361,8 @@ async def test_a_forgotten_conversation_is_computed_again(subject: Subject) -> N
 
 
 async def test_choices_differ_repeat_and_share_their_prompt(subject: Subject) -> None:
-    engine, sampling = subject.engine, replace(setting_for(subject.engine, "sampled"), temperature=3.0)
+    engine = subject.engine
+    sampling = replace(setting_for(engine, "sampled"), temperature=VARIED, top_p=1.0, min_p=0.0)
     prompt = subject.prompt("Write a poem about the sea, please.", owner="choices")
     if Capability.CHOICES in engine.info.lacks:
         await assert_refused(engine, Capability.CHOICES, prompt, sampling, 1)
@@ -332,8 +373,9 @@ async def test_choices_differ_repeat_and_share_their_prompt(subject: Subject) ->
         computed = sorted(out.prefilled.cached_tokens for out in together if out.prefilled)
         assert computed == [0, len(prompt), len(prompt)]
     for choice, out in enumerate(together):
-        rest = await run(engine, continued(prompt, out.ids[:7]), sampling, choice)
-        await subject.assert_same(prompt, sampling, rest, out, 7, choice)
+        cut = 7 if continues_samples(engine) else 0
+        rest = await run(engine, continued(prompt, out.ids[:cut]), sampling, choice)
+        await subject.assert_same(prompt, sampling, rest, out, cut, choice)
 
 
 async def test_alternatives_come_with_each_token_and_after_a_continue(subject: Subject) -> None:

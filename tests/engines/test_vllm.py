@@ -62,11 +62,17 @@ def test_a_continued_reply_has_the_seed_of_the_uncut_one_and_choices_differ() ->
         ("banned_strings", ("a",)),
         ("spoken", True),
         ("end_penalty", 2.0),
+        ("temperature", 2.5),
     ],
 )
-def test_what_vllm_would_ignore_is_refused_by_name(name: str, value: Any) -> None:
+def test_what_vllm_would_ignore_or_refuse_is_refused_by_name(name: str, value: Any) -> None:
     with pytest.raises(BadParameter, match=f"^{name} "):
         check_native(PROMPT, replace(GREEDY, **{name: value}))
+
+
+def test_top_p_of_0_is_the_likeliest_token_alone() -> None:
+    assert 0 < native_parameters(request(Sampling(top_p=0)))["top_p"] < 1e-5
+    assert native_parameters(request(Sampling(top_p=0.5)))["top_p"] == 0.5
 
 
 def test_the_card_says_how_the_runner_draws() -> None:

@@ -57,6 +57,10 @@ class ThreadedEngine:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self.loop))
 
     @property
+    def process_id(self) -> int | None:
+        return self.hosted.process_id
+
+    @property
     def info(self) -> EngineInfo:
         return self.hosted.info
 

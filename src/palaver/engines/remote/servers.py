@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from typing import Any, Protocol
 import httpx
 
 from palaver.engines.core.token_stream import StreamLost, TokenRequest
-from palaver.engines.vllm.sampling_params import native_parameters
+from palaver.engines.vllm.sampling_params import MAX_TEMPERATURE, native_parameters
 from palaver.errors import BrokenModel, EngineError, RequestError
 from palaver.generation import NO_LOGPROB, Alternative, Prefilled, Step
 
@@ -39,6 +40,8 @@ class ServerFacts:
 
 class TokenServer(Protocol):
     url: str
+    max_temperature: float
+    """The highest that its sampler takes."""
 
     async def describe(self) -> ServerFacts:
         """Raises BrokenModel if it can't be reached or takes no token ids."""
@@ -55,6 +58,7 @@ class TokenServer(Protocol):
 
 class _HttpServer:
     headers: Mapping[str, str] = {}
+    max_temperature = math.inf
 
     def __init__(self, url: str, key: str | None) -> None:
         self.url = url.rstrip("/")
@@ -105,6 +109,7 @@ class _HttpServer:
 class VllmServer(_HttpServer):
     """vLLM's own server. Its model is the first that it lists."""
 
+    max_temperature = MAX_TEMPERATURE
     _model = ""
 
     async def describe(self) -> ServerFacts:

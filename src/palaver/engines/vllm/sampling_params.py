@@ -14,6 +14,10 @@ from palaver.sampling import Sampling
 
 BAN = -100.0
 """The lowest bias that vLLM takes."""
+MAX_TEMPERATURE = 2.0
+"""The highest that vLLM takes."""
+MIN_TOP_P = 1e-6
+"""For 0, which vLLM refuses: only the likeliest token, too."""
 SEED_STEP = 0x9E3779B9
 """Between the seeds of two choices."""
 SUPPORTED = frozenset(
@@ -42,13 +46,16 @@ def native_lacks(draws_by_position: bool) -> dict[Capability, str]:
     }
 
 
-def check_native(prompt: Prompt, sampling: Sampling) -> None:
-    """Raises BadParameter for a parameter that vLLM's sampler would ignore."""
+def check_native(prompt: Prompt, sampling: Sampling, max_temperature: float = MAX_TEMPERATURE) -> None:
+    """Raises BadParameter for a parameter that vLLM's sampler would ignore or refuse."""
     neutral = Sampling()
     for name in Sampling.__dataclass_fields__:
         value = getattr(sampling, name)
         if name not in SUPPORTED | ONLY_WITH_ANOTHER and value != getattr(neutral, name):
             raise BadParameter(name, value, f"the engine of this model can't do this: {OWN_SAMPLER}.")
+    if sampling.temperature > max_temperature:
+        reason = f"the engine of this model can't do this: vLLM's own sampler takes at most {max_temperature:g}."
+        raise BadParameter("temperature", sampling.temperature, reason)
 
 
 def native_parameters(request: TokenRequest) -> dict[str, Any]:
@@ -58,7 +65,7 @@ def native_parameters(request: TokenRequest) -> dict[str, Any]:
     return {
         "temperature": sampling.temperature,
         "top_k": sampling.top_k,
-        "top_p": sampling.top_p,
+        "top_p": max(MIN_TOP_P, sampling.top_p),
         "min_p": sampling.min_p,
         "repetition_penalty": sampling.repetition_penalty,
         "logit_bias": {token_id: max(BAN, min(-BAN, value)) for token_id, value in bias.items()} or None,
