@@ -212,6 +212,21 @@ def decoder_tensors(folder: Path, kind: Kinds = "f32") -> dict[str, tuple[str, A
     return out
 
 
+def convert_adapter(adapter: Path, path: Path) -> Path:
+    """A GGUF file of peft's LoRA adapter for a Qwen3 model."""
+    from safetensors.torch import load_file
+
+    prefix, parts = "base_model.model.", {".lora_A.weight": ".weight.lora_a", ".lora_B.weight": ".weight.lora_b"}
+    tensors: dict[str, tuple[str, Array]] = {}
+    for name, tensor in load_file(adapter / "adapter_model.safetensors").items():
+        part = next(part for part in parts if name.endswith(part))
+        module = _tensor_name(name.removeprefix(prefix).removesuffix(part) + ".weight").removesuffix(".weight")
+        tensors[module + parts[part]] = ("f32", tensor.float().numpy())
+    general = {"general.type": "adapter", "general.architecture": "qwen3"}
+    alpha = float(_read(adapter / "adapter_config.json")["lora_alpha"])
+    return write_gguf(path, {**general, "adapter.type": "lora", "adapter.lora.alpha": alpha}, tensors)
+
+
 def make_mamba(path: Path, definition: str, context: int = 256) -> Path:
     """A random Mamba model: its state can't be cut."""
     width, inner, state, rank, layers, rng = 64, 128, 16, 4, 2, np.random.default_rng(1)

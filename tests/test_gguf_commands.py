@@ -12,8 +12,9 @@ pytest.importorskip("xllamacpp", reason="NOTHING IS SHOWN HERE: xllamacpp is not
 from palaver.engines.base import BY_BATCH, BY_CACHE, BY_TEXT
 from palaver.models.resolver import resolve_folder
 from palaver.store import open_store
+from tests.adapter_files import write_peft_adapter
 from tests.engines.compiler import needs_a_compiler
-from tests.gguf_files import convert_qwen3
+from tests.gguf_files import convert_adapter, convert_qwen3
 from tests.mmproj_files import make_projector
 from tests.test_cli import run
 
@@ -82,6 +83,29 @@ def test_a_projector_is_named(sprout: Path, tmp_path: Path) -> None:
     assert (refused.exit_code, "is not a projector for pictures or sound" in refused.stderr) == (1, True)
     assert "there is no such file" in run("inspect", sprout, "--mmproj", tmp_path / "missing.gguf").stderr
     assert "is for a GGUF file" in run("inspect", "sprout", "--mmproj", mmproj).stderr
+
+
+def test_an_adapter_is_applied_by_llama_cpp(tmp_path: Path) -> None:
+    """Compiled steps, which run such a file otherwise, have no adapters. The answer is that of the merged weights."""
+    pytest.importorskip("peft", reason="NOTHING IS SHOWN HERE: peft is not installed")
+    model = convert_qwen3(resolve_folder("sprout"), tmp_path / "sprout.gguf")
+    folder = write_peft_adapter(resolve_folder("sprout"), tmp_path / "adapter")
+    adapter = convert_adapter(folder, tmp_path / "adapter.gguf")
+
+    def ask(*flags: str | Path) -> str:
+        result = run("ask", "Tell me a story.", *flags, "--json", "--set", "temperature=0", "--set", "max_tokens=24")
+        assert result.exit_code == 0, result.output
+        return str(json.loads(result.stdout)["answer"])
+
+    merged = ask("-m", "sprout", "--adapter", folder)
+    assert ask("-m", model, "--adapter", adapter) == merged != ask("-m", model)
+    assert ask("-m", model, "--adapter", adapter, "--engine", "llamacpp") == merged
+    for flags in (("--compile",), ("--engine", "compiled")):
+        refused = run("ask", "Hi", "-m", model, "--adapter", adapter, *flags)
+        assert (refused.exit_code, refused.stderr.count("\n")) == (2, 1)
+        assert "--adapter" in refused.stderr
+    refused = run("ask", "Hi", "-m", model, "--adapter", folder)
+    assert "A GGUF file takes an adapter in a GGUF file" in refused.stderr
 
 
 @pytest.mark.parametrize("engine", ["auto", "llamacpp"])

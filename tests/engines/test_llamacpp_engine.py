@@ -30,8 +30,18 @@ from palaver.generation import Ended, Finish, Prefilled, Prompt
 from palaver.gguf import read_gguf
 from palaver.models.resolver import resolve_folder
 from palaver.sampling import Sampling
+from tests.adapter_files import write_peft_adapter
 from tests.engines.generate import Run, continued, run
-from tests.gguf_files import CONTROL, NORMAL, convert_qwen3, make_mamba, qwen3_metadata, qwen3_tensors, write_gguf
+from tests.gguf_files import (
+    CONTROL,
+    NORMAL,
+    convert_adapter,
+    convert_qwen3,
+    make_mamba,
+    qwen3_metadata,
+    qwen3_tensors,
+    write_gguf,
+)
 from tests.tiny import byte_level
 
 END = 2
@@ -461,3 +471,44 @@ def test_a_foreign_architecture_ends_in_one_sentence(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "f.gguf", renamed, qwen3_tensors(resolve_folder("sprout")))
     with pytest.raises(BrokenModel, match=r"llama\.cpp can't load f\.gguf"):
         load(path, vocabulary=())
+
+
+# adapters
+
+
+@pytest.mark.parametrize("exact", [False, True])
+async def test_replies_with_an_adapter_are_those_of_the_merged_weights(
+    exact: bool, sprout: Path, vocabulary: tuple[bytes, ...], tmp_path: Path
+) -> None:
+    pytest.importorskip("peft", reason="NOTHING IS SHOWN HERE: peft is not installed")
+    from palaver.engines.torch import load as load_torch
+
+    folder = write_peft_adapter(resolve_folder("sprout"), tmp_path / "adapter")
+    options = EngineOptions(threads=1, context=512, exact=exact)
+    engine = load(
+        sprout, vocabulary=vocabulary, options=options, adapter=convert_adapter(folder, tmp_path / "adapter.gguf")
+    )
+    plain = load(sprout, vocabulary=vocabulary, options=options)
+    merged = load_torch(
+        resolve_folder("sprout"), vocabulary=vocabulary, options=EngineOptions(compiled=False), adapter=folder
+    )
+    prompt = prompt_of("Tell me a story.")
+    for sampling in (replace(GREEDY, logprobs=3), SAMPLED):
+        out, expected, other = [await run(one, prompt, sampling) for one in (engine, merged, plain)]
+        assert out.ids == expected.ids != other.ids
+        likeliest, torch_likeliest = (
+            [alternative.logprob for step in one.steps for alternative in step.alternatives] for one in (out, expected)
+        )
+        assert likeliest == pytest.approx(torch_likeliest, abs=1e-3 if exact else 0.02), "by default f16 caches"
+        rest = await run(engine, continued(prompt, out.ids[:5]), sampling)
+        assert out.ids[:5] + rest.ids == out.ids
+    for one in (engine, plain, merged):
+        await one.close()
+
+
+def test_what_is_no_adapter_in_a_gguf_file_is_refused(
+    sprout: Path, vocabulary: tuple[bytes, ...], tmp_path: Path
+) -> None:
+    for adapter, reason in ((tmp_path, "is a folder: convert it with convert_lora_to_gguf.py"), (sprout, "'adapter'")):
+        with pytest.raises(BrokenModel, match=reason):
+            load(sprout, vocabulary=vocabulary, adapter=adapter)

@@ -189,6 +189,11 @@ class Context:
         return pointer
 
     def _load_adapter(self, adapter: Path) -> Any:
+        if adapter.is_dir():
+            raise BrokenModel(
+                f"A GGUF file takes an adapter in a GGUF file, and {str(adapter)!r} is a folder: convert it with"
+                " convert_lora_to_gguf.py of llama.cpp."
+            )
         self._library.last_error = ""
         loaded = self._library.llama_adapter_lora_init(self._model.pointer, os.fsencode(adapter))
         if not loaded:
