@@ -6,6 +6,7 @@ import asyncio
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from palaver.chat.service import Service
 from palaver.engines.host.supervisor import ReportProgress
 from palaver.events import Finished, ReadEvent
 from palaver.messages import user
-from palaver.store import Disconnected, Lease, ReplyEnding, ReplyStatus, Store, StoredMessage, TokenFrame, open_store
+from palaver.store import Disconnected, Lease, ReplyEnding, ReplyStatus, Store, TokenFrame, open_store
 from palaver.store.schema import reply_tokens, running
 from tests.chat.scripted_service import TOKENIZER, WAVE, model, open_stage, read_entries, read_until, reply, run_service
 from tests.scripted_engine import PacedEngine
@@ -119,15 +120,15 @@ async def test_a_reader_elsewhere_waits_for_tokens_that_the_database_lost(tmp_pa
 async def test_tokens_lost_before_the_end_of_the_reply_are_stored_again(tmp_path: Path) -> None:
     async with asyncio.timeout(SECONDS), open_stage(tmp_path, [WAVE]) as stage:
         replies, endings = stage.service.store.replies, list[ReplyEnding]()
-        finish = replies.finish
+        finish = replies.end
 
-        def finish_after_loss(lease: Lease, reply_id: str, ending: ReplyEnding) -> StoredMessage:
+        def finish_after_loss(lease: Lease, reply_id: str, ending: ReplyEnding) -> datetime:
             if not endings:
                 lose_tokens(stage.service.store, reply_id, 0)
             endings.append(ending)
             return finish(lease, reply_id, ending)
 
-        replies.finish = finish_after_loss  # type: ignore[method-assign]
+        replies.end = finish_after_loss  # type: ignore[method-assign]
         talk = await stage.chat.create_conversation()
         id = (await stage.chat.send_message(talk.id, None, user("Hello"))).reply.id
         assert isinstance((await read_entries(stage.chat, id))[-1].event, Finished)
@@ -140,7 +141,7 @@ async def test_a_commit_that_was_not_confirmed_is_not_written_twice(tmp_path: Pa
     """The connection is lost while tokens, and then the ending, are committed."""
     async with asyncio.timeout(SECONDS), open_stage(tmp_path, [WAVE]) as stage:
         replies, failures = stage.service.store.replies, list[str]()
-        append, finish = replies.append, replies.finish
+        append, finish = replies.append, replies.end
 
         def append_and_fail(lease: Lease, frames: Sequence[TokenFrame]) -> frozenset[str]:
             if "append" in failures:
@@ -150,7 +151,7 @@ async def test_a_commit_that_was_not_confirmed_is_not_written_twice(tmp_path: Pa
                 append(lease, frames)
             raise Disconnected("The database does not answer.")
 
-        def finish_and_fail(lease: Lease, reply_id: str, ending: ReplyEnding) -> StoredMessage:
+        def finish_and_fail(lease: Lease, reply_id: str, ending: ReplyEnding) -> datetime:
             if "finish" in failures:
                 return finish(lease, reply_id, ending)
             failures.append("finish")
@@ -158,7 +159,7 @@ async def test_a_commit_that_was_not_confirmed_is_not_written_twice(tmp_path: Pa
                 finish(lease, reply_id, ending)
             raise Disconnected("The database does not answer.")
 
-        replies.append, replies.finish = append_and_fail, finish_and_fail  # type: ignore[method-assign]
+        replies.append, replies.end = append_and_fail, finish_and_fail  # type: ignore[method-assign]
         talk = await stage.chat.create_conversation()
         id = (await stage.chat.send_message(talk.id, None, user("Hello"))).reply.id
         assert isinstance((await read_entries(stage.chat, id))[-1].event, Finished)

@@ -96,7 +96,7 @@ def test_a_command_is_stored_for_the_holder(place: StoreLocation) -> None:
         here, there = Receiver(holder), Receiver(other)
         reply = start_reply(holder, here)
         assert other.replies.request(reply, answer=True)
-        assert here.next() == CommandStored(reply)
+        assert here.next() == CommandStored(reply, answer=True)
         assert holder.replies.commands(here.lease) == (TurnCommand(reply, stop=False, answer=True),)
         assert other.replies.commands(there.lease) == ()
         holder.replies.record_answer_at(here.lease, reply, 0)

@@ -30,13 +30,12 @@ class Continuation:
         self._requests = requests
 
     async def continue_reply(
-        self, model: Model, conversation: Conversation, reply: StoredMessage, key: str | None = None
+        self, model: Model, owner: str, reply: StoredMessage, key: str | None = None
     ) -> StoredMessage:
         """Continues an incomplete reply from its tokens, or from its text if the tokenizer is another one."""
         if reply.reply is None or not is_same_tokenizer(model, reply):
-            return await self._from_text(model, conversation, reply, key)
-        request = await to_thread(self._requests.rebuild, model, reply, conversation.owner_id)
-        steps = await to_thread(self._store.replies.tokens, reply.id)
+            return await self._from_text(model, await self._conversation(reply), reply, key)
+        request, steps = await to_thread(self._load, model, reply, owner)
         if reply.reply.status is ReplyStatus.LENGTH:
             request = replace(request, sampling=extend_limit(request.sampling, len(steps)))
         try:
@@ -45,7 +44,15 @@ class Continuation:
             latest = await to_thread(self._store.messages.get, reply.id)
             if latest.reply is not None and latest.reply.status is ReplyStatus.RUNNING:
                 return latest  # another request has resumed it
+        conversation = await self._conversation(reply)
         return await self._start_sibling(model, conversation, reply, request, reply.reply.settings, steps, key)
+
+    def _load(self, model: Model, reply: StoredMessage, owner: str) -> tuple[ReplyRequest, tuple[Step, ...]]:
+        """The request of a stored reply, and its tokens."""
+        return self._requests.rebuild(model, reply, owner), self._store.replies.tokens(reply.id)
+
+    async def _conversation(self, reply: StoredMessage) -> Conversation:
+        return await to_thread(self._store.conversations.get, reply.conversation_id)
 
     async def find_continued(self, reply: StoredMessage, key: str) -> StoredMessage | None:
         """The reply that an earlier request with this key continued or started."""

@@ -29,7 +29,7 @@ from palaver.store.notifications import (
     TokensStored,
 )
 from palaver.store.records import new_id
-from palaver.store.replies import NewTokens
+from palaver.store.replies import NewTokens, TurnCommand
 
 _log = logging.getLogger(__name__)
 LOOK_SECONDS = 1.0
@@ -182,8 +182,10 @@ class Fronts:
             case TokensStored(reply_ids=ids):
                 for id in ids:
                     self._wake(id)
-            case CommandStored(reply_id=id):
-                if self._turns.get(id) is not None:
+            case CommandStored(reply_id=id, stop=stop, answer=answer):
+                if stop or answer:
+                    self._turns.run_command(TurnCommand(id, stop, answer))
+                elif self._turns.get(id) is not None:
                     self._command_due.set()
             case RoundStopped(reply_id=id):
                 self.on_round_stopped(id)

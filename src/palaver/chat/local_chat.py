@@ -378,8 +378,7 @@ class LocalChat:
                 return reply
             raise NothingToContinue("The reply is complete: there is nothing to continue.")
         model = await self._model_of(reply)
-        conversation = await self.conversation(reply.conversation_id)
-        return await self._service.continuation.continue_reply(model, conversation, reply, key)
+        return await self._service.continuation.continue_reply(model, self._owner, reply, key)
 
     async def fork_reply(
         self, reply_id: str, tokens: int, instead: int | None = None, *, key: str | None = None
@@ -400,18 +399,30 @@ class LocalChat:
         return await self._service.subscriptions.stream(model, reply, self._owner, raw)
 
     async def stop_reply(self, reply_id: str) -> None:
+        if await self._request_elsewhere(reply_id, stop=True):
+            return
         reply = await self._interrupt_waiting(await self._with_ending(await self.message(reply_id)))
         if turn := self._running_turn(reply_id):
             turn.reply_stream.stop()
-        elif not (_is_running(reply) and await _thread(self._store.replies.request, reply_id, stop=True)):
+        elif not _is_running(reply) or await _thread(self._store.replies.request, reply_id, stop=True) is None:
             await self._service.loop.stop(self._owner, reply_id)
 
     async def answer_now(self, reply_id: str) -> None:
+        if await self._request_elsewhere(reply_id, answer=True):
+            return
         reply = await self._with_ending(await self.message(reply_id))
         if turn := self._running_turn(reply_id):
             turn.reply_stream.answer_now()
         elif _is_running(reply):
             await _thread(self._store.replies.request, reply_id, answer=True)
+
+    async def _request_elsewhere(self, reply_id: str, *, stop: bool = False, answer: bool = False) -> bool:
+        """Whether the reply runs in another process, which now has the command, with a model that is offered here."""
+        if self._turns.get(reply_id) is not None:
+            return False
+        request, lease = self._store.replies.request, self._turns.lease
+        model = await _thread(request, reply_id, stop=stop, answer=answer, owner=self._owner, not_held_by=lease.id)
+        return model is not None and self._service.models.offers(model)
 
     # comparisons
 
@@ -656,8 +667,9 @@ class LocalChat:
         """The reply to follow, and the model that reads its tokens, if one is loaded."""
         reply = await self.message(reply_id)
         if wait and _is_running(reply) and await self._turns.find(reply) is None:
-            await self._service.wait_recovered(_model_name(reply))  # of a dead process: resumed once that is loaded
-            reply = await self._with_ending(await self.message(reply_id))
+            if await self._service.wait_recovered(_model_name(reply)):  # of a dead process: resumed once that is loaded
+                reply = await self.message(reply_id)
+            reply = await self._with_ending(reply)
             if self._reader_for(reply) is None and _is_running(reply):  # this server is starting
                 with suppress(PalaverError):
                     await self._service.models.ready()

@@ -56,11 +56,15 @@ class Recovery:
             if name not in self._resuming and self._retry_at.get(name, 0.0) <= time.monotonic():
                 self._resuming[name] = tasks.create_task(self._resume_all(models, name, ids))
 
-    async def wait(self, model: str | None = None) -> None:
-        """Waits until the replies of this model that `resume` found, or all of them, are resumed or can't be now."""
+    async def wait(self, model: str | None = None) -> bool:
+        """Waits until the replies of this model that `resume` found, or all of them, are resumed or can't be now.
+
+        Returns whether there were any.
+        """
         tasks = [task for name, task in self._resuming.items() if model in (None, name)]
         if tasks:
             await asyncio.wait(tasks)
+        return bool(tasks)
 
     async def _resume_all(self, models: ModelPool, name: str, ids: Sequence[str]) -> None:
         """One that fails is marked interrupted and keeps its tokens."""

@@ -112,10 +112,14 @@ class Service:
             self._transcriber = Transcriber(self.transcriber_name)
         return self._transcriber
 
-    async def wait_recovered(self, model: str) -> None:
-        """Waits until the replies of dead processes that this model wrote are recovered, or can't be for now."""
+    async def wait_recovered(self, model: str) -> bool:
+        """Waits until the replies of dead processes that this model wrote are recovered, or can't be for now.
+
+        Returns whether there was anything to wait for.
+        """
+        waited = not self._recovering.is_set()
         await self._recovering.wait()
-        await self._recovery.wait(model)
+        return await self._recovery.wait(model) or waited
 
     async def _recover(self) -> None:
         """Recovers what dead processes left, and looks for more of it repeatedly."""
@@ -184,7 +188,7 @@ class Service:
                 if not is_same_tokenizer(model, reply):
                     continue
                 conversation = await asyncio.to_thread(self.store.conversations.get, reply.conversation_id)
-                await self.continuation.continue_reply(model, conversation, reply)
+                await self.continuation.continue_reply(model, conversation.owner_id, reply)
             except Exception as error:
                 _log.warning("an interrupted reply was not continued: %s", error)
 

@@ -23,6 +23,8 @@ from palaver.events import DraftBlock, Failed, Finished, ReadEvent, ReplyBatch, 
 from palaver.generation import Finish, Prompt
 from palaver.store import NotFound, ReplyStatus, Store, StoredMessage
 from palaver.store.leases import LEASE_SECONDS
+from palaver.store.records import StoredReply
+from palaver.store.replies import NewTokens
 
 PATIENCE_S = LEASE_SECONDS
 """After this time without a token, the subscription checks whether the process that writes the reply is alive."""
@@ -200,7 +202,7 @@ class TurnSubscription:
         log = TurnLog(batch for batch in (reader.opening.batch, *reader.feed_all(steps[first:])) if batch.events)
         source = self._follow_store(reply, reader, log, len(steps)) if _is_running(reply) else None
         if source is None:
-            log.add(_ending(reply, reader))
+            log.add(_ending(reply.reply, reader))
         return FollowedReply(request, prompt, reader.opening, log, source=source)
 
     async def _follow_store(
@@ -230,24 +232,30 @@ class TurnSubscription:
                         yield replace(tail, events=(Failed(INTERRUPTED, cast("tuple[ReadEvent, ...]", tail.events)),))
                         return
                 new = await tokens.read(read)
-        reply = await outlast(self._store.messages.get, reply.id)
-        yield _ending(reply, reader)
+        yield _ending(new, reader)
 
 
-def _ending(reply: StoredMessage, reader: BatchReader) -> ReplyBatch:
+def _ending(ended: StoredReply | NewTokens, reader: BatchReader) -> ReplyBatch:
     tail = reader.close()
-    return replace(tail, events=(ended_event(reply, cast("tuple[ReadEvent, ...]", tail.events), reader.reader.stop),))
+    return replace(tail, events=(_ended_event(ended, cast("tuple[ReadEvent, ...]", tail.events), reader.reader.stop),))
 
 
-def ended_event(reply: StoredMessage, tail: tuple[ReadEvent, ...] = (), stop: str | None = None) -> Finished | Failed:
-    """The last event of a stored reply; `stop` is the stop string that its reader found."""
+def ended_event(reply: StoredMessage) -> Finished | Failed:
+    """The last event of a stored reply, without the text that its reader held back."""
     assert reply.reply is not None
-    finish = _FINISH.get(reply.reply.status)
+    return _ended_event(reply.reply)
+
+
+def _ended_event(
+    ended: StoredReply | NewTokens, tail: tuple[ReadEvent, ...] = (), stop: str | None = None
+) -> Finished | Failed:
+    """`stop` is the stop string that the reader of the reply found."""
+    finish = _FINISH.get(ended.status)
     if finish is None:
-        return Failed(reply.reply.error or INTERRUPTED, tail)
+        return Failed(ended.error or INTERRUPTED, tail)
     if finish is Finish.END and stop is not None:
         finish = Finish.STOP_STRING
-    return Finished(finish, reply.reply.usage or Usage(), stop, tail)
+    return Finished(finish, ended.usage or Usage(), stop, tail)
 
 
 def _is_running(reply: StoredMessage) -> bool:

@@ -36,6 +36,7 @@ from palaver.store import (
     TokenCountMismatch,
 )
 from palaver.store.leases import LEASE_SECONDS
+from palaver.store.replies import TurnCommand
 
 MAX_ENDED_TURNS = 64
 """Ended turns whose events stay in memory, for subscribers that reconnect soon."""
@@ -289,13 +290,17 @@ class Turns:
     async def run_commands(self) -> None:
         """Runs the commands that other processes stored for turns of this one."""
         for command in await asyncio.to_thread(self._store.replies.commands, self._lease):
-            turn = self._turns.get(command.reply_id)
-            if turn is None or turn.log.ended:
-                continue
-            if command.answer and not turn.reply_stream.answer_requested:
-                turn.reply_stream.answer_now()
-            if command.stop:
-                turn.reply_stream.stop()
+            self.run_command(command)
+
+    def run_command(self, command: TurnCommand) -> None:
+        """Does nothing if the turn does not run here."""
+        turn = self._turns.get(command.reply_id)
+        if turn is None or turn.log.ended:
+            return
+        if command.answer and not turn.reply_stream.answer_requested:
+            turn.reply_stream.answer_now()
+        if command.stop:
+            turn.reply_stream.stop()
 
     async def interrupt_orphans(self) -> tuple[str, ...]:
         """The running replies of dead processes, which are now marked interrupted."""
@@ -390,12 +395,12 @@ class Turns:
         ending = self._pending_endings.get(id)
         if ending is None:
             return
-        finish = self._store.replies.finish
+        end = self._store.replies.end
         with suppress(LeaseLost):  # the process that has taken the reply over writes its ending
             try:
-                await asyncio.to_thread(finish, self._lease, id, ending)
+                await asyncio.to_thread(end, self._lease, id, ending)
             except TokenCountMismatch:  # the database has lost its last tokens: they are generated again
-                await asyncio.to_thread(finish, self._lease, id, ReplyEnding(ReplyStatus.INTERRUPTED, None))
+                await asyncio.to_thread(end, self._lease, id, ReplyEnding(ReplyStatus.INTERRUPTED, None))
         if self._pending_endings.get(id) is ending:
             del self._pending_endings[id]
         if (turn := self._turns.get(id)) is not None and turn.log.ended:
@@ -555,28 +560,29 @@ class Turns:
             ending = Failed(_internal(error))
             stored = ReplyEnding(ReplyStatus.FAILED, None, error=ending.error)
         try:
-            ended = await self._store_ending(turn, stored)
+            ended_at = await self._store_ending(turn, stored)
         except LeaseLost:
             return Failed(LOST)
         except Exception as error:
             self._pending_endings[turn.id] = stored
             return Failed(str(error) if isinstance(error, PalaverError) else _internal(error), ending.tail)
-        turn.has_calls, turn.ended_at = bool(stored.tool_calls), _ended_at(ended)
+        turn.has_calls, turn.ended_at = bool(stored.tool_calls), ended_at
         return ending
 
-    async def _store_ending(self, turn: Turn, ending: ReplyEnding) -> StoredMessage:
-        """Writes the ending once the database answers. If it has lost tokens of the reply, they are stored first."""
+    async def _store_ending(self, turn: Turn, ending: ReplyEnding) -> datetime | None:
+        """Writes the ending once the database answers, and returns when that was. If the database has lost tokens of
+        the reply, they are stored first."""
         stream = turn.reply_stream
         for _ in range(MAX_ENDING_WRITES):
             try:
-                return await asyncio.to_thread(self._store.replies.finish, self._lease, turn.id, ending)
+                return await asyncio.to_thread(self._store.replies.end, self._lease, turn.id, ending)
             except TokenCountMismatch:
                 await self._recorder.record(turn.id, stream.token_count, (), turn.timer.timings(), stream.steps)
             except Disconnected:
                 reply = await outlast(self._store.messages.get, turn.id)
                 if reply.reply is not None and reply.reply.status is ending.status:  # the commit was not confirmed
-                    return reply
-        return await asyncio.to_thread(self._store.replies.finish, self._lease, turn.id, ending)
+                    return reply.reply.ended_at
+        return await asyncio.to_thread(self._store.replies.end, self._lease, turn.id, ending)
 
     def _with_calls(self, turn: Turn, ending: ReplyEnding) -> ReplyEnding:
         if self.calls_of is None or ending.status is not ReplyStatus.DONE or turn.reply.reply is None:

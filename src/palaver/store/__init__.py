@@ -16,7 +16,8 @@ from palaver.store.errors import (
 from palaver.store.leases import Lease
 from palaver.store.messages import merge_user_messages, prompt_messages
 from palaver.store.records import Conversation, Preset, ReplyStatus, StoredMessage, StoredReply, TreeNode, User
-from palaver.store.replies import ReplyEnding, TokenFrame
+from palaver.store.replies import ReplyEnding
+from palaver.store.reply_statements import TokenFrame
 from palaver.store.search import SearchHit
 from palaver.store.store import Store, open_store
 

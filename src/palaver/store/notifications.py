@@ -51,10 +51,12 @@ class TokensStored:
 
 @dataclass(frozen=True, slots=True)
 class CommandStored:
-    """The holder of this reply has a command to run."""
+    """The holder of this reply has a command to run. Without either flag it is read from the store."""
 
     type: Literal["command"] = field(default="command", kw_only=True, repr=False)
     reply_id: str
+    stop: bool = False
+    answer: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +107,14 @@ def tokens_stored(reply_ids: Sequence[str]) -> Iterator[TokensStored]:
         yield TokensStored(tuple(reply_ids[start : start + MAX_REPLIES]))
 
 
+def encode_notification(notification: Notification) -> str:
+    """Its payload."""
+    return _ADAPTER.dump_json(notification).decode()
+
+
 def notify(database: Database, connection: Connection, notification: Notification) -> None:
     """Notifies all processes, this one included, once the write transaction is committed."""
-    database.notify(connection, _ADAPTER.dump_json(notification).decode())
+    database.notify(connection, encode_notification(notification))
 
 
 class Notifications:
@@ -147,7 +154,7 @@ class Notifications:
 
     def send(self, notifications: Iterable[Notification]) -> None:
         """Sends notifications that belong to no transaction."""
-        self._deliver([_ADAPTER.dump_json(one).decode() for one in notifications])
+        self._deliver([encode_notification(one) for one in notifications])
 
     def close(self) -> None:
         self._close_listener()

@@ -6,22 +6,27 @@ is written and the tokens are merged into one row.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from datetime import datetime
 from typing import Any, cast
 
-from sqlalchemy import Connection, bindparam, delete, exists, func, insert, select, text, update
+from sqlalchemy import Connection, Text, bindparam, delete, exists, func, insert, select, text, type_coerce, update
 
 from palaver.errors import NothingToContinue
 from palaver.events import Usage
 from palaver.generation import Step
 from palaver.messages import Part, Role, ToolCall
-from palaver.store import tree
+from palaver.store import reply_statements, tree
 from palaver.store.blobs import Blob, Blobs
 from palaver.store.database import Database, Durability, json_text
 from palaver.store.encoding import (
     ReplySettings,
     StoredPart,
+    blob_digests,
+    decode_settings,
+    decode_usage,
     encode_parts,
     encode_settings,
     encode_usage,
@@ -32,8 +37,15 @@ from palaver.store.encoding import (
 )
 from palaver.store.errors import Conflict, LeaseLost, NotFound, TokenCountMismatch
 from palaver.store.leases import Lease, Leases, check_lease, running_reply_ids
-from palaver.store.notifications import CommandStored, notify, tokens_stored
-from palaver.store.records import ReplyStatus, StoredMessage, check_name, current_time
+from palaver.store.notifications import (
+    CHANNEL,
+    CommandStored,
+    encode_notification,
+    notify,
+    tokens_stored,
+)
+from palaver.store.records import ReplyStatus, StoredMessage, check_name, current_time, parse_time
+from palaver.store.reply_statements import TokenFrame
 from palaver.store.schema import message_blobs, messages, replies, reply_tokens, running
 from palaver.store.search import reindex
 from palaver.store.tool_rounds import open_round
@@ -51,61 +63,51 @@ _UPDATE_RUNNING = (
     .where(running.c.message_id == bindparam("id"))
     .values(tokens=bindparam("count"), timings=bindparam("timings"))
 )
-_APPEND_POSTGRES = text("""
-    WITH frames AS MATERIALIZED (
-        SELECT id, start, count, CAST(timings AS text), substring(CAST(:data AS bytea) FROM first FOR size) AS data
-        FROM json_to_recordset(CAST(:frames AS json))
-        AS frame (id text, start int, count int, timings json, first int, size int)
-    ), held AS (
-        SELECT message_id, tokens, watched FROM running
-        WHERE message_id IN (SELECT id FROM frames) AND holder_id = :holder
-        ORDER BY message_id FOR UPDATE
-    ), written AS (
-        SELECT frames.* FROM frames JOIN held ON held.message_id = frames.id
-        WHERE frames.count > 0
-        AND NOT EXISTS (SELECT FROM frames JOIN held ON held.message_id = id WHERE held.tokens <> start)
-    ), counted AS (
-        UPDATE running SET tokens = written.start + written.count, timings = written.timings
-        FROM written WHERE running.message_id = written.id
-    ), inserted AS (
-        INSERT INTO reply_tokens (message_id, start, count, data) SELECT id, start, count, data FROM written
+_REQUEST = """
+    UPDATE running SET stop_requested = stop_requested OR :stop, answer_requested = answer_requested OR :answer
+    WHERE message_id = :id AND holder_id <> :not_held_by AND EXISTS (
+        SELECT 1 FROM messages AS m JOIN conversations AS c ON c.id = m.conversation_id
+        WHERE m.id = :id AND c.deleted_at IS NULL AND (:owner = '' OR c.owner_id = :owner)
     )
-    SELECT message_id, tokens, watched FROM held
-""")
-"""All of `append` in one statement, since each is a message to the server. Rows are locked in the order of their ids,
-as everywhere. The frames are one text and their data one value: the driver takes long for arrays."""
+    RETURNING (SELECT model FROM replies WHERE replies.message_id = running.message_id) AS model
+"""
+_REQUEST_SQLITE = text(_REQUEST)
+_REQUEST_POSTGRES = text(
+    f"WITH changed AS ({_REQUEST}) SELECT model, pg_notify(:channel, CAST(:notification AS text)) FROM changed"
+)
+_STORED_SETTINGS = type_coerce(replies.c.settings, Text).label("stored_settings")
+"""As they are stored, to find out whether they were changed meanwhile."""
+_SELECT_SETTINGS = select(replies.c.model, replies.c.tokenizer, replies.c.settings, _STORED_SETTINGS).where(
+    replies.c.message_id == bindparam("id")
+)
+_TOKEN_COUNT = (
+    select(func.coalesce(func.max(reply_tokens.c.start + reply_tokens.c.count), 0))
+    .where(reply_tokens.c.message_id == bindparam("id"))
+    .scalar_subquery()
+)
+_SELECT_RESUMED = (
+    tree.exclude_deleted(tree.select_messages())
+    .add_columns(_STORED_SETTINGS, _TOKEN_COUNT.label("tokens"))
+    .where(messages.c.id == bindparam("id"))
+)
+_RESUMABLE = frozenset(one.value for one in ReplyStatus) - {ReplyStatus.RUNNING.value, ReplyStatus.DONE.value}
 _SELECT_NEW = """
-    SELECT replies.message_id, replies.status, reply_tokens.start, reply_tokens.data
+    SELECT replies.message_id, replies.status, replies.usage, replies.error, reply_tokens.start, reply_tokens.data
     FROM {positions} AS position
     JOIN replies ON replies.message_id = position.key
     LEFT JOIN reply_tokens ON reply_tokens.message_id = position.key
         AND reply_tokens.start >= CAST(position.value AS integer)
     UNION ALL
-    SELECT replies.message_id, replies.status, reply_tokens.start, reply_tokens.data
+    SELECT replies.message_id, replies.status, replies.usage, replies.error, reply_tokens.start, reply_tokens.data
     FROM {positions} AS position
     JOIN replies ON replies.message_id = position.key
     JOIN reply_tokens ON reply_tokens.message_id = position.key AND reply_tokens.start = 0
     WHERE CAST(position.value AS integer) > 0 AND reply_tokens.count > CAST(position.value AS integer)
-    ORDER BY 1, 3
+    ORDER BY 1, 5
 """
 _SELECT_NEW_SQLITE = text(_SELECT_NEW.format(positions="json_each(:positions)"))
 _SELECT_NEW_POSTGRES = text(_SELECT_NEW.format(positions="json_each_text(CAST(:positions AS json))"))
 """Tokens after a number, for many replies. The rows of a reply that ended are merged into one, which starts at 0."""
-
-
-@dataclass(frozen=True, slots=True)
-class TokenFrame:
-    """New tokens of one reply. `start` is its token count before them."""
-
-    reply_id: str
-    start: int
-    steps: tuple[Step, ...]
-    timings: Mapping[str, float] = field(default_factory=dict)
-    """The timings of the reply up to these tokens; empty if they are not known."""
-
-    @property
-    def end(self) -> int:
-        return self.start + len(self.steps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +140,9 @@ class NewTokens:
 
     status: ReplyStatus
     steps: tuple[Step, ...]
+    usage: Usage | None = None
+    error: str | None = None
+    """The last two if it has ended."""
 
 
 class Replies:
@@ -181,15 +186,15 @@ class Replies:
         Returns the ids of replies that this lease no longer holds. Nothing of those was written: stop them.
         Raises TokenCountMismatch if a reply has another number of tokens than its frame says.
         """
-        append = _append_sqlite if self._database.is_sqlite else _append_postgres
+        append = _append_sqlite if self._database.is_sqlite else reply_statements.append
         with self._database.write_statement() as connection:
-            held = append(connection, lease, frames)
+            held = append(connection, lease.id, frames)
             mismatched = {
                 one.reply_id: held[one.reply_id].tokens
                 for one in frames
                 if one.reply_id in held and one.start != held[one.reply_id].tokens
             }
-            if not mismatched:
+            if self._database.is_sqlite and not mismatched:
                 written = (one.reply_id for one in frames if one.steps and one.reply_id in held)
                 self._notify_readers(connection, [id for id in written if held[id].watched])
         if mismatched:
@@ -197,10 +202,21 @@ class Replies:
         return frozenset(frame.reply_id for frame in frames) - held.keys()
 
     def finish(self, lease: Lease, reply_id: str, ending: ReplyEnding) -> StoredMessage:
-        """Ends a running reply durably: text, status, tokens in one row. Raises LeaseLost if not held, and
-        TokenCountMismatch if it has fewer tokens than the ending says."""
+        """Ends a running reply, as `end` does, and returns it."""
+        self.end(lease, reply_id, ending)
+        with self._database.read_transaction() as connection:
+            return tree.get_message(connection, reply_id, deleted=True)
+
+    def end(self, lease: Lease, reply_id: str, ending: ReplyEnding) -> datetime:
+        """Ends a running reply durably: text, status, tokens in one row. Returns when, as it is stored.
+
+        Raises LeaseLost if not held, and TokenCountMismatch if it has fewer tokens than the ending says.
+        """
         assert ending.status is not ReplyStatus.RUNNING
         parts = None if ending.parts is None else store_media(ending.parts, self._blobs)
+        values = _final_values(ending)
+        if self._end_at_once(lease, reply_id, ending, parts, values):
+            return parse_time(values["ended_at"])
         with self._database.write_transaction() as connection:
             held = _delete_held(connection, lease, reply_id)
             if held.tokens < (ending.tokens or 0):
@@ -208,12 +224,33 @@ class Replies:
             _merge_token_rows(connection, reply_id)
             if parts is not None:
                 _set_parts(connection, reply_id, parts)
-            connection.execute(_update_reply(reply_id).values(_final_values(ending, held.timings)))
+            if held.timings is not None:  # None: no token in this run
+                values = {"timings": held.timings, **values}
+            connection.execute(_update_reply(reply_id).values(values))
             if ending.tool_calls:
                 open_round(connection, reply_id, ending.tool_calls)
             if held.watched:
                 self._notify_readers(connection, [reply_id])
-            return tree.get_message(connection, reply_id, deleted=True)
+        return parse_time(values["ended_at"])
+
+    def _end_at_once(
+        self,
+        lease: Lease,
+        reply_id: str,
+        ending: ReplyEnding,
+        parts: tuple[StoredPart, ...] | None,
+        values: Mapping[str, Any],
+    ) -> bool:
+        """Whether the reply was ended by one statement, on PostgreSQL."""
+        if self._database.is_sqlite or ending.tool_calls or blob_digests(parts or ()):
+            return False
+        content = None if parts is None else encode_parts(parts)
+        stored = reply_statements.StoredEnding(ending.tokens or 0, content, values)
+        with self._database.write_statement() as connection:
+            watched = reply_statements.end(connection, lease.id, reply_id, stored)
+            if watched:
+                self._notify_readers(connection, [reply_id])
+        return watched is not None
 
     def find_by_key(self, conversation_id: str, parent_id: str | None, key: str) -> StoredMessage | None:
         """The reply that was started there with this idempotency key."""
@@ -229,6 +266,8 @@ class Replies:
         Raises Conflict if the reply has children: start a sibling with its tokens as `prefix` instead.
         Raises LeaseLost if another process claimed this lease's replies.
         """
+        if (resumed := self._resume_at_once(lease, reply_id, key, fingerprint)) is not None:
+            return resumed
         with self._database.write_transaction(Durability.SERVER) as connection:
             check_lease(connection, lease)
             reply = tree.get_message(connection, reply_id)
@@ -238,11 +277,30 @@ class Replies:
             values = {"status": ReplyStatus.RUNNING.value, "ended_at": None, "error": None}
             connection.execute(_update_reply(reply_id).values(**values, settings=encode_settings(settings)))
             _insert_running(connection, reply_id, lease.id, tokens)
-            assert reply.reply is not None
-            status = ReplyStatus.RUNNING
-            return replace(
-                reply, reply=replace(reply.reply, settings=settings, status=status, ended_at=None, error=None)
-            )
+            return _as_resumed(reply, settings)
+
+    def _resume_at_once(self, lease: Lease, reply_id: str, key: str | None, fingerprint: str) -> StoredMessage | None:
+        """Resumes the reply by one statement, on PostgreSQL. None if it has not: the transaction finds out why."""
+        if self._database.is_sqlite:
+            return None
+        with self._database.write_statement() as connection:
+            row = connection.execute(_SELECT_RESUMED, {"id": reply_id}).first()
+            if row is None or row.reply_status not in _RESUMABLE:
+                return None
+            reply = tree.stored_message(row)
+            settings = _with_resume_key(reply, key).continued_by(fingerprint, row.tokens)
+            values = {
+                "id": reply_id,
+                "holder": lease.id,
+                "running": ReplyStatus.RUNNING.value,
+                "status": row.reply_status,
+                "ended_at": row.reply_ended_at,
+                "settings": json_text(encode_settings(settings)),
+                "old_settings": row.stored_settings,
+                "conversation": reply.conversation_id,
+                "tokens": row.tokens,
+            }
+            return _as_resumed(reply, settings) if reply_statements.resume(connection, values) else None
 
     def record_engine(self, lease: Lease, reply_id: str, fingerprint: str) -> StoredMessage:
         """Records the engine that continues a running reply, such as one claimed from a dead process.
@@ -260,6 +318,8 @@ class Replies:
 
     def record_answer_at(self, lease: Lease, reply_id: str, position: int) -> None:
         """Records at which token count the answer of a running reply was requested. Raises LeaseLost if not held."""
+        if self._record_answer_at_once(lease, reply_id, position):
+            return
         with self._database.write_transaction(Durability.SERVER) as connection:
             _check_held(connection, lease, reply_id)
             requested = update(running).where(running.c.message_id == reply_id)
@@ -268,6 +328,23 @@ class Replies:
             assert reply.reply is not None
             settings = replace(reply.reply.settings, answer_at=position)
             connection.execute(_update_reply(reply_id).values(settings=encode_settings(settings)))
+
+    def _record_answer_at_once(self, lease: Lease, reply_id: str, position: int) -> bool:
+        """Whether it was recorded by one statement, on PostgreSQL."""
+        if self._database.is_sqlite:
+            return False
+        with self._database.write_statement() as connection:
+            row = connection.execute(_SELECT_SETTINGS, {"id": reply_id}).first()
+            if row is None:
+                return False
+            settings = replace(decode_settings(row.model, row.tokenizer, row.settings), answer_at=position)
+            values = {
+                "id": reply_id,
+                "holder": lease.id,
+                "settings": json_text(encode_settings(settings)),
+                "old_settings": row.stored_settings,
+            }
+            return reply_statements.set_answer_at(connection, values)
 
     # readers and commands of other processes
 
@@ -285,29 +362,37 @@ class Replies:
     def read_new(self, positions: Mapping[str, int]) -> dict[str, NewTokens]:
         """The tokens of each reply after its position: only those are read. A reply that was purged is left out."""
         query = _SELECT_NEW_SQLITE if self._database.is_sqlite else _SELECT_NEW_POSTGRES
-        statuses: dict[str, ReplyStatus] = {}
+        endings: dict[str, tuple[ReplyStatus, Any, Any]] = {}
         steps: dict[str, list[Step]] = {}
         with self._database.read_transaction() as connection:
             rows = connection.execute(query, {"positions": json_text(dict(positions))}).all()
-        for id, status, start, data in rows:
-            statuses[id] = ReplyStatus(status)
+        for id, status, usage, error, start, data in rows:
+            endings[id] = ReplyStatus(status), usage, error
             read = steps.setdefault(id, [])
             if data is not None:
                 read += unpack_tokens(data)[max(0, positions[id] - start) :]
-        return {id: NewTokens(status, tuple(steps[id])) for id, status in statuses.items()}
+        return {id: _new_tokens(steps[id], *ending) for id, ending in endings.items()}
 
-    def request(self, reply_id: str, *, stop: bool = False, answer: bool = False) -> bool:
-        """Stores a command for the process that holds the reply, and notifies it. Returns False if it does not run.
+    def request(
+        self, reply_id: str, *, stop: bool = False, answer: bool = False, owner: str = "", not_held_by: str = ""
+    ) -> str | None:
+        """Stores a command for the process that holds the reply, and notifies it.
+
+        Returns the name of the reply's model; None if it does not run, is not this owner's, or is held by the lease
+        `not_held_by`.
 
         If that process dies first, the one that takes the reply over runs the command.
         """
-        values = {name: True for name, given in (("stop_requested", stop), ("answer_requested", answer)) if given}
+        values = {"id": reply_id, "stop": stop, "answer": answer, "owner": owner, "not_held_by": not_held_by}
+        command = CommandStored(reply_id, stop, answer)
         with self._database.write_statement() as connection:
-            found = connection.execute(update(running).where(running.c.message_id == reply_id).values(**values))
-            if found.rowcount != 1:
-                return False
-            notify(self._database, connection, CommandStored(reply_id))
-        return True
+            if self._database.is_sqlite:
+                model: str | None = connection.execute(_REQUEST_SQLITE, values).scalar()
+                if model is not None:
+                    notify(self._database, connection, command)
+                return model
+            values |= {"channel": CHANNEL, "notification": encode_notification(command)}
+            return cast("str | None", connection.execute(_REQUEST_POSTGRES, values).scalar())
 
     def commands(self, lease: Lease) -> tuple[TurnCommand, ...]:
         """The commands for the replies that this lease holds."""
@@ -451,6 +536,13 @@ class Replies:
         return [id for id in self._leases.dead_holders(connection) if lease is None or id != lease.id]
 
 
+def _new_tokens(steps: Sequence[Step], status: ReplyStatus, usage: str | None, error: str | None) -> NewTokens:
+    if status is ReplyStatus.RUNNING:
+        return NewTokens(status, tuple(steps))
+    used = None if usage is None else decode_usage(json.loads(usage))
+    return NewTokens(status, tuple(steps), used, None if error is None else json.loads(error))
+
+
 def _insert_reply(
     connection: Connection, lease: Lease, new: tree.TreeMessage, settings: ReplySettings, prefix: Sequence[Step]
 ) -> StoredMessage:
@@ -517,9 +609,9 @@ def _delete_held(connection: Connection, lease: Lease, id: str) -> Any:
     return row
 
 
-def _append_sqlite(connection: Connection, lease: Lease, frames: Sequence[TokenFrame]) -> dict[str, Any]:
+def _append_sqlite(connection: Connection, holder: str, frames: Sequence[TokenFrame]) -> dict[str, Any]:
     """Appends the frames of held replies, unless one does not fit to its count. Returns the rows of held replies."""
-    held = {row.message_id: row for row in connection.execute(_SELECT_HELD, {"holder": lease.id})}
+    held = {row.message_id: row for row in connection.execute(_SELECT_HELD, {"holder": holder})}
     mine = [frame for frame in frames if frame.reply_id in held]
     written = [frame for frame in mine if frame.steps]
     if written and all(frame.start == held[frame.reply_id].tokens for frame in mine):
@@ -527,17 +619,6 @@ def _append_sqlite(connection: Connection, lease: Lease, frames: Sequence[TokenF
         counted = [{"id": one.reply_id, "count": one.end, "timings": dict(one.timings)} for one in written]
         connection.execute(_UPDATE_RUNNING, counted)
     return held
-
-
-def _append_postgres(connection: Connection, lease: Lease, frames: Sequence[TokenFrame]) -> dict[str, Any]:
-    rows, data = [], bytearray()
-    for one in frames:
-        packed = pack_tokens(one.steps)
-        row = {"id": one.reply_id, "start": one.start, "count": len(one.steps), "timings": dict(one.timings)}
-        rows.append({**row, "first": len(data) + 1, "size": len(packed)})
-        data += packed
-    values = {"holder": lease.id, "frames": json_text(rows), "data": bytes(data)}
-    return {row.message_id: row for row in connection.execute(_APPEND_POSTGRES, values)}
 
 
 def _merge_token_rows(connection: Connection, id: str) -> None:
@@ -564,16 +645,15 @@ def _count_tokens(connection: Connection, id: str) -> int:
     return max(connection.execute(query).scalars(), default=0)
 
 
-def _final_values(ending: ReplyEnding, recorded: Mapping[str, float] | None) -> dict[str, Any]:
-    """`recorded`: the timings that were recorded with its last token; None if there was none in this run."""
-    timings = recorded if ending.timings is None else dict(ending.timings)
+def _final_values(ending: ReplyEnding) -> dict[str, Any]:
+    """Without timings if they are those that were recorded with its last token."""
     values = {
         "status": ending.status.value,
         "usage": None if ending.usage is None else encode_usage(ending.usage),
         "error": ending.error,
         "ended_at": current_time(),
     }
-    return values if timings is None else {**values, "timings": timings}
+    return values if ending.timings is None else {**values, "timings": dict(ending.timings)}
 
 
 def _save_timings(connection: Connection, ids: Sequence[str]) -> None:
@@ -591,6 +671,12 @@ def _end_replies(connection: Connection, ids: Sequence[str], values: Mapping[str
 
 def _update_reply(id: str) -> Any:
     return update(replies).where(replies.c.message_id == id)
+
+
+def _as_resumed(reply: StoredMessage, settings: ReplySettings) -> StoredMessage:
+    assert reply.reply is not None
+    resumed = replace(reply.reply, settings=settings, status=ReplyStatus.RUNNING, ended_at=None, error=None)
+    return replace(reply, reply=resumed)
 
 
 def _check_resumable(connection: Connection, reply: StoredMessage) -> None:

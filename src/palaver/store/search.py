@@ -82,17 +82,17 @@ _ROW_WORDS = 10_000
 """Words in a row without positions. All terms of a query must be in one such row."""
 _REBUILD_BATCH = 1000
 
-_OWNER_MARK, _CONVERSATION_MARK = "\ue000", "\ue001"
+OWNER_MARK, CONVERSATION_MARK = "\ue000", "\ue001"
 """Prefixes of the two scope words: private-use characters, which no query contains."""
 _FROM_MESSAGE = "FROM messages AS m JOIN conversations AS c ON c.id = m.conversation_id WHERE m.seq = :seq"
 _INSERT_SQLITE = text(
     "INSERT INTO search_words (rowid, words) "
-    f"SELECT m.seq, :words || ' {_OWNER_MARK}' || c.owner_id || ' {_CONVERSATION_MARK}' || c.id {_FROM_MESSAGE}"
+    f"SELECT m.seq, :words || ' {OWNER_MARK}' || c.owner_id || ' {CONVERSATION_MARK}' || c.id {_FROM_MESSAGE}"
 )
 _DELETE_SQLITE = text("DELETE FROM search_words WHERE rowid = :seq")
 _INSERT_POSTGRES = text(
     "INSERT INTO search_words (seq, piece, words) SELECT m.seq, :piece, CAST(CAST(:words AS TEXT) "
-    f"|| ' ''{_OWNER_MARK}' || c.owner_id || ''' ''{_CONVERSATION_MARK}' || c.id || '''' AS tsvector) {_FROM_MESSAGE}"
+    f"|| ' ''{OWNER_MARK}' || c.owner_id || ''' ''{CONVERSATION_MARK}' || c.id || '''' AS tsvector) {_FROM_MESSAGE}"
 )
 _DELETE_POSTGRES = text("DELETE FROM search_words WHERE seq = :seq")
 
@@ -127,7 +127,7 @@ def _texts(parts: Iterable[Mapping[str, Any]], kind: str) -> list[str]:
 
 def scope_words(owner: str, conversation: str | None) -> list[str]:
     """The index words that restrict a search to this owner, and to this conversation."""
-    return [_OWNER_MARK + owner] + ([] if conversation is None else [_CONVERSATION_MARK + conversation])
+    return [OWNER_MARK + owner] + ([] if conversation is None else [CONVERSATION_MARK + conversation])
 
 
 def bigrams(words: Sequence[str]) -> list[str]:
@@ -155,14 +155,18 @@ def _batch(connection: Connection, after: int) -> list[Any]:
 
 
 def _rows(connection: Connection, seq: int, parts: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    words = split_words(indexed_text(parts))
-    if not words:
-        return
-    if _is_sqlite(connection):
+    if not _is_sqlite(connection):
+        for row in index_rows(parts):
+            yield {"seq": seq, **row}
+    elif words := split_words(indexed_text(parts)):
         yield {"seq": seq, "words": " ".join(words)}
-        return
-    for piece, vector in _pieces(words):
-        yield {"seq": seq, "piece": piece, "words": vector}
+
+
+def index_rows(parts: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The pieces of a message on PostgreSQL, without its two scope words."""
+    if words := split_words(indexed_text(parts)):
+        for piece, vector in _pieces(words):
+            yield {"piece": piece, "words": vector}
 
 
 def _pieces(words: list[str]) -> Iterator[tuple[int, str]]:

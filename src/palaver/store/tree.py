@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
-from sqlalchemy import Connection, Select, insert, literal, select, update
+from sqlalchemy import Connection, Select, bindparam, insert, literal, select, update
 
 from palaver.messages import Role
 from palaver.store.encoding import StoredPart, blob_digests, decode_parts, decode_settings, decode_usage, encode_parts
@@ -119,9 +120,18 @@ def get_message(connection: Connection, id: str, deleted: bool = False, owner: s
 
 def get_path(connection: Connection, leaf: str) -> tuple[StoredMessage, ...]:
     """From the root to the leaf."""
+    found = tuple(map(stored_message, connection.execute(_select_path(), {"leaf": leaf})))
+    if not found:
+        raise NotFound("message", leaf)
+    return found
+
+
+@cache
+def _select_path() -> Select[Any]:
+    """Built once: that takes longer than it runs."""
     ancestors = (
         select(messages.c.id, messages.c.parent_id, literal(0).label("depth"))
-        .where(messages.c.id == leaf)
+        .where(messages.c.id == bindparam("leaf"))
         .cte("above", recursive=True)
     )
     parent = messages.alias("parent")
@@ -130,15 +140,11 @@ def get_path(connection: Connection, leaf: str) -> tuple[StoredMessage, ...]:
             ancestors, parent.c.id == ancestors.c.parent_id
         )
     )
-    query = (
+    return (
         exclude_deleted(select_messages())
         .join(ancestors, ancestors.c.id == messages.c.id)
         .order_by(ancestors.c.depth.desc())
     )
-    found = tuple(map(stored_message, connection.execute(query)))
-    if not found:
-        raise NotFound("message", leaf)
-    return found
 
 
 def list_children(connection: Connection, conversation: str, parent: str | None) -> tuple[StoredMessage, ...]:
