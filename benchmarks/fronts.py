@@ -14,12 +14,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import gc
 import multiprocessing
 import os
 import random
 import statistics
-import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -38,9 +36,8 @@ from palaver.engines.host.supervisor import ReportProgress
 from palaver.events import Event, Finished, PhaseOpened, ReadEvent
 from palaver.messages import user
 from palaver.phases import Phase
-from palaver.server.app import SWITCH_SECONDS
-from palaver.store import Store, open_store
-from palaver.store.replies import TokenFrame
+from palaver.server.app import favour_latency
+from palaver.store import Store, TokenFrame, open_store
 from tests.chat.scripted_service import TOKENIZER, model, reply
 from tests.scripted_engine import PacedEngine
 from tests.store.postgres import running_server, server_binaries
@@ -62,8 +59,7 @@ async def front(store: Store, seconds: float) -> AsyncIterator[Service]:
     async with Service(store, models) as service:
         await models.ready()
         await service.recovered.wait()
-        gc.freeze()  # as `palaver serve` does
-        sys.setswitchinterval(SWITCH_SECONDS)
+        favour_latency()
         yield service
 
 

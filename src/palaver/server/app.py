@@ -4,7 +4,6 @@ the model is loaded, and shuts down gracefully."""
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import signal
 import socket
@@ -24,6 +23,7 @@ from starlette.routing import BaseRoute
 from palaver import __version__
 from palaver.chat.service import Service
 from palaver.errors import BadParameter, PalaverError
+from palaver.memory import collect_seldom
 from palaver.server import admin, speech, transcriptions
 from palaver.server.anthropic import routes as anthropic
 from palaver.server.auth import Authenticator, is_loopback
@@ -225,7 +225,7 @@ async def run_server(serving: UvicornServer, listening: socket.socket, server: S
         await asyncio.wait({loading, running}, return_when=asyncio.FIRST_COMPLETED)
         if loading.done() and isinstance(loading.exception(), PalaverError):
             serving.should_exit = True
-        _favour_latency()
+        favour_latency()
         await running
         if loading.done():
             loading.result()
@@ -234,10 +234,10 @@ async def run_server(serving: UvicornServer, listening: socket.socket, server: S
         await asyncio.gather(loading, return_exceptions=True)
 
 
-def _favour_latency() -> None:
-    """Call once everything is imported. A full collection over all of that takes 0.1 s, in which nothing is answered;
-    and the threads that call the store would wait 5 ms for the event loop's thread at each of their steps."""
-    gc.freeze()
+def favour_latency() -> None:
+    """Call once everything is imported. Nothing is answered during a collection of garbage; and the threads that call
+    the store would wait 5 ms for the event loop's thread at each of their steps."""
+    collect_seldom()
     sys.setswitchinterval(SWITCH_SECONDS)
 
 
