@@ -58,6 +58,8 @@ class Conversation:
     result: str = ""
     """The result of the called tool; empty if the call itself is the last reply."""
     thinking: bool | None = None
+    terminal: bool = False
+    """Whether the prompt says that the user is at a terminal."""
 
 
 CONVERSATIONS = (
@@ -79,8 +81,11 @@ CONVERSATIONS = (
         "a result", ("What's the weather in Oslo?",), "snow", tools=(WEATHER,), result='{"sky": "snow", "degrees": -3}'
     ),
     Conversation("a table", ("Show me the 7 times table.",), "| 7 × 10 | 70 |"),
-    Conversation("stopping", ("How do I stop a reply?",), "Ctrl+C"),
-    Conversation("going on", ("How do I continue a stopped reply?",), "/continue"),
+    Conversation("stopping", ("How do I stop a reply?",), "Stop"),
+    Conversation("stopping at a terminal", ("How do I stop a reply?",), "Ctrl+C", terminal=True),
+    Conversation("going on", ("How do I continue a stopped reply?",), "Continue"),
+    Conversation("going on at a terminal", ("How do I continue a stopped reply?",), "/continue", terminal=True),
+    Conversation("going on in the terminal", ("How do I continue a reply in the terminal?",), "/continue"),
     Conversation("honesty", ("Explain quantum physics.",), "tiny demo model"),
     Conversation("its own name", ("Reverse the word palaver.",), "revalap"),
     Conversation("thinking off", ("What is the opposite of big?",), "mall", thinking=False),
@@ -111,7 +116,8 @@ async def reply_to(model: Model, conversation: Conversation) -> Message:
 
 
 async def _reply(model: Model, conversation: Conversation, messages: Sequence[Message]) -> Message:
-    options = RenderOptions(thinking=conversation.thinking)
+    variables = {"terminal": True} if conversation.terminal else {}
+    options = RenderOptions(thinking=conversation.thinking, variables=variables)
     reply = await model.reply(ReplyRequest(tuple(messages), GREEDY, conversation.tools, options))
     assert reply.finish is Finish.END, conversation.name
     return reply.message
