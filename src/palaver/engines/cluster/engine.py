@@ -115,7 +115,8 @@ class ClusterGeneration(PendingOutputs):
 
     async def _stream(self) -> None:
         """One submission, from the tokens so far. Returns when the reply has ended. Raises ReplicaLost."""
-        frames = [*await asyncio.to_thread(self._load_contents), encode_frame(self._request.frame(0))]
+        contents = await asyncio.to_thread(self._load_contents) if self._wanted else []
+        frames = [*contents, encode_frame(self._request.frame(0))]
         response = self._engine.handle("generate", stream=True).remote(b"".join(frames), key=self._key)
         try:
             with trace_span("cluster request", self._request.prompt.turn, model=self._engine.application):
