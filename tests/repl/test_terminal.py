@@ -183,9 +183,9 @@ def test_a_new_conversation_frees_the_cache_of_the_old_one(terminal: Terminal) -
     fresh(terminal)
     question = "Which of these words is the longest one: pear, grapefruit, fig?"
     first = terminal.do(question)
-    assert cached(terminal.do("/retry")) > 15
+    again = cached(terminal.do("/retry"))
     terminal.do("/new")
-    assert cached(terminal.do(question)) == cached(first) < 10
+    assert cached(terminal.do(question)) == cached(first) < again - 15  # all share the system turn
 
 
 def cached(shown: str) -> int:

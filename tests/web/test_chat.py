@@ -28,6 +28,22 @@ def test_a_reply_shows_its_thought_and_its_answer(page: Page, sprout: Served, ap
     expect(page.get_by_text("of 8,192 tokens")).to_be_visible()
 
 
+def test_sprout_tells_the_ways_of_the_page_and_no_command(page: Page, sprout: Served, api: httpx.Client) -> None:
+    made = api.post("/api/conversations", json={"parameters": {"temperature": 0}}).json()["id"]
+    page.goto(f"{sprout.url}/#/c/{made}")
+    ways = {
+        "How do I stop a reply?": "Stop",
+        "How do I continue a stopped reply?": "Continue",
+        "How do I start a new conversation?": "New conversation",
+    }
+    for number, (question, way) in enumerate(ways.items(), 1):
+        ask(page, question)
+        expect(replies(page)).to_have_count(number)
+        told = answer(ended(page))
+        assert way in told
+        assert not re.search(r"(^|\s)/[a-z]+|Ctrl\+C", told), told
+
+
 def test_statistics_raw_text_and_tokens_can_be_seen(page: Page, sprout: Served, api: httpx.Client) -> None:
     page.goto(sprout.url)
     ask(page, "What is 7 + 8?")

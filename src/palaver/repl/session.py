@@ -6,9 +6,10 @@ import asyncio
 import os
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
-from typing import TYPE_CHECKING, TypeVar
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, TypeVar
 from uuid import uuid4
 
 from rich.text import Text
@@ -36,8 +37,9 @@ from palaver.repl.status import (
     waiting_line,
     warn_context,
 )
+from palaver.repl.terminal_variable import add_terminal_variable
 from palaver.repl.turn_follower import TurnFollower
-from palaver.store import Blob, StoredMessage
+from palaver.store import Blob, Conversation, StoredMessage
 
 if TYPE_CHECKING:
     from palaver.media import MediaDecoder
@@ -65,9 +67,9 @@ class Session:
         )
         self.thinking_display = settings.thinking_display
         self.attachments: list[Part] = []
+        """Parts that are sent with the next message."""
         self._decoder: MediaDecoder | None = None
         """Decodes the pictures that are drawn."""
-        """Parts that are sent with the next message."""
         self.lines: LineSource = StreamLineSource(sys.stdin)
         self.initial_line: TypedLine | None = None
         """The initial text of the next prompt."""
@@ -189,12 +191,12 @@ class Session:
         await self.follow_tools(reply)
 
     async def _send_message(self, message: Message, shorten: bool) -> StoredMessage:
-        overrides = _SHORTEN if shorten else None
         async with self._without_empty():
             conversation = await self.cursor.ensure_conversation()
             parent_id = (await self.cursor.position()).message_id
+            parameters = await self.turn_parameters(conversation, parent_id, _SHORTEN if shorten else {})
             sent = await self.wait_for(
-                self.chat.send_message(conversation.id, parent_id, message, parameters=overrides, key=uuid4().hex),
+                self.chat.send_message(conversation.id, parent_id, message, parameters=parameters, key=uuid4().hex),
                 strings.WAITING_FOR_MODEL,
             )
         self.attachments.clear()
@@ -235,12 +237,21 @@ class Session:
             return
         with self.deferred_interrupts():
             conversation = await self.cursor.ensure_conversation()
+            parameters = await self.turn_parameters(conversation, parent_id)
             reply = await self.wait_for(
-                self.chat.start_reply(conversation.id, parent_id, key=uuid4().hex), strings.WAITING_FOR_MODEL
+                self.chat.start_reply(conversation.id, parent_id, parameters=parameters, key=uuid4().hex),
+                strings.WAITING_FOR_MODEL,
             )
             await self.cursor.move(reply.id)
             await self.follow(reply)
         await self.follow_tools(reply)
+
+    async def turn_parameters(
+        self, conversation: Conversation, parent_id: str | None, overrides: Mapping[str, Any] = MappingProxyType({})
+    ) -> dict[str, Any]:
+        """The parameters of a turn after `parent_id`: the overrides, and that the user is at a terminal."""
+        added = add_terminal_variable(self.chat, parent_id, conversation.parameters, overrides)
+        return await self.wait_for(added, strings.WAITING_FOR_MODEL)
 
     async def follow_tools(self, reply: StoredMessage, is_shown: bool = True) -> None:
         """Asks about the tool calls of a reply, and follows the replies to their results. `is_shown`: the calls are."""

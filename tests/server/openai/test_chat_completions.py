@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any, ClassVar
 
 import httpx
@@ -199,6 +200,30 @@ class TestStructured:
         """The embedded model knows no end of a text in free JSON; that it is an object is what counts."""
         asked = {"response_format": {"type": "json_object"}, "enable_thinking": False, "max_tokens": 20}
         assert message(complete(http, **asked))["content"].startswith("{")
+
+
+@pytest.mark.parametrize(
+    ("question", "way"),
+    [
+        ("How do I stop a reply?", "Stop"),
+        ("How do I continue a stopped reply?", "Continue"),
+        ("How do I get another reply?", "Retry"),
+        ("How do I start a new conversation?", "New conversation"),
+        ("How do I switch thinking off?", "Thinking switch"),
+    ],
+)
+class TestQuestionsAboutPalaver:
+    COMMAND = re.compile(r"(^|\s)/[a-z]+|Ctrl\+C")
+
+    def test_the_page_is_told_unless_the_terminal_is_known(self, http: httpx.Client, question: str, way: str) -> None:
+        content = message(complete(http, messages=[{"role": "user", "content": question}], temperature=0))["content"]
+        assert way in content
+        assert not self.COMMAND.search(content)
+
+    def test_the_template_variable_asks_for_commands(self, http: httpx.Client, question: str, way: str) -> None:
+        variables = {"chat_template_kwargs": {"terminal": True}}
+        asked = [{"role": "user", "content": question}]
+        assert self.COMMAND.search(message(complete(http, messages=asked, temperature=0, **variables))["content"])
 
 
 class TestTools:

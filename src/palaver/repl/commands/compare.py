@@ -13,7 +13,7 @@ from uuid import uuid4
 from rich.table import Table as Grid
 from rich.text import Text
 
-from palaver.chat.comparisons import MAX_COLUMNS, check_columns
+from palaver.chat.comparisons import MAX_COLUMNS, check_columns, column_name
 from palaver.chat.interface import Column, ReplyToken
 from palaver.errors import BadParameter, RequestError
 from palaver.messages import Message
@@ -25,7 +25,7 @@ from palaver.repl.comparison_view import ComparisonFollower, ComparisonView, col
 from palaver.repl.settings import find_preset, parse_switch
 from palaver.repl.text import format_value, one_line, sanitize
 from palaver.sampling import parse_setting
-from palaver.store import ReplyStatus
+from palaver.store import Conversation, ReplyStatus
 from palaver.store.comparisons import Comparison
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ async def send_compared(
     mode = session.compare_mode
     assert mode is not None
     conversation = await session.cursor.ensure_conversation()
-    columns = [Column({**overrides, **one.parameters}, one.name) for one in mode.columns] if overrides else mode.columns
+    columns = [await _turn_column(session, conversation, parent, one, overrides) for one in mode.columns]
     comparison = await session.wait_for(
         session.chat.compare(conversation.id, parent, message, columns, blind=mode.blind, key=uuid4().hex),
         strings.WAITING_FOR_MODEL,
@@ -148,6 +148,18 @@ async def send_compared(
         await decide(session, comparison)
     except Interrupted:  # the message is sent
         session.screen.note(strings.CHOOSE_LATER)
+
+
+async def _turn_column(
+    session: Session, conversation: Conversation, parent: str | None, column: Column, overrides: Mapping[str, Any]
+) -> Column:
+    """The column with the parameters of its turn. Its name does not change: choices are counted by it."""
+    given = {**overrides, **column.parameters}
+    parameters = await session.turn_parameters(conversation, parent, given)
+    if parameters == given:
+        return Column(given, column.name)
+    card = await session.chat.model({**conversation.parameters, **given}.get("model") or "")
+    return Column(parameters, column_name(Column(given, column.name), card.name))
 
 
 async def decide(session: Session, comparison: Comparison) -> None:
