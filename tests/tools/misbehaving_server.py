@@ -5,12 +5,14 @@ file in its second argument."""
 from __future__ import annotations
 
 import base64
+import io
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+import wave
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -51,9 +53,18 @@ def deep_schema(depth: int) -> dict[str, Any]:
     return schema
 
 
+def silence(seconds: float, rate: int = 8000) -> bytes:
+    """A sound file in which nothing is heard."""
+    with io.BytesIO() as file:
+        with wave.open(file, "wb") as sound:
+            sound.setparams((1, 2, rate, 0, "NONE", ""))
+            sound.writeframes(bytes(2 * int(seconds * rate)))
+        return file.getvalue()
+
+
 def tools() -> list[dict[str, Any]]:
     empty = {"type": "object", "properties": {}}
-    plain = ["picture", "slow", "dies", "wrong_json", "huge", "change", "count", "floods", *TEXTS]
+    plain = ["picture", "sound", "slow", "dies", "wrong_json", "huge", "change", "count", "floods", *TEXTS]
     listed = [{"name": name, "description": name, "inputSchema": empty} for name in plain]
     listed.append({"name": "slow", "description": "the same name again", "inputSchema": empty})
     unique = {"type": "array", "items": {"type": "string"}, "uniqueItems": True}
@@ -80,6 +91,9 @@ def call(id: object, name: str, arguments: dict[str, Any], send: Send) -> None:
             broken = {"type": "image", "mimeType": "image/png", "data": base64.b64encode(b"\x00no picture").decode()}
             text = {"type": "text", "text": "Here it is."}
             send({"id": id, "result": {"content": [text, image, broken]}})
+        case "sound":
+            audio = {"type": "audio", "mimeType": "audio/wav", "data": base64.b64encode(silence(0.5)).decode()}
+            send({"id": id, "result": {"content": [{"type": "text", "text": "Listen."}, audio]}})
         case "slow":
             pass  # answered never: the client must give up or cancel
         case "dies":

@@ -90,6 +90,24 @@ def test_one_press_of_a_key_runs_all_calls(talk: Page) -> None:
     expect(talk.get_by_label("Tool call: bad__unchanged")).to_contain_text("as always")
 
 
+def test_a_sound_that_a_tool_returned_has_a_player(talk: Page) -> None:
+    ask(talk, calls(["bad__sound"]))
+    press_on(talk, approval(talk).get_by_role("button", name="Run", exact=True))
+    expect(last_reply(talk)).to_contain_text(ANSWER)
+    for _ in range(2):  # as it came, and as it was stored
+        call = talk.get_by_label("Tool call: bad__sound")
+        expect(call).to_contain_text("Listen.")
+        player = call.locator("audio")
+        expect(player).to_be_visible()
+        expect(player).to_have_attribute("controls", "")
+        expect(player).to_have_js_property("duration", 0.5)  # the browser has read it
+        source = talk.request.get(str(player.evaluate("player => player.src")))
+        assert (source.status, source.headers["content-type"]) == (200, "audio/wav")
+        assert source.body().startswith(b"RIFF")
+        assert axe_violations(talk) == []
+        talk.reload()
+
+
 def test_notices_about_tools_are_shown_once(talk: Page) -> None:
     notice = "The tool 'deep' is offered without its schema, which is nested more than 32 deep."
     ask(talk, calls(["bad__unchanged"]))
