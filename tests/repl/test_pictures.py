@@ -14,7 +14,7 @@ from PIL import Image
 
 from palaver.messages import Image as ImagePart
 from palaver.messages import Message, Role, Text
-from palaver.repl.commands.files import parse_files, split_media
+from palaver.repl.commands.attachments import parse_files, split_media
 from palaver.repl.pictures import encode_picture, picture_protocol
 from tests import media_files
 from tests.repl.conftest import Door

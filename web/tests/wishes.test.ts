@@ -1,5 +1,5 @@
 import { describe, expect, it } from 'vitest'
-import { fileOf, taken, written } from '../src/components/files'
+import { fileOf, taken, written } from '../src/components/attachments'
 import { parseTools, problem, withValue } from '../src/state/wishes'
 
 describe('what a person sets', () => {

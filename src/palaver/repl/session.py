@@ -114,7 +114,7 @@ class Session:
             await self._report_errors(lambda: self._dispatch(typed))
 
     async def _dispatch(self, typed: TypedLine) -> None:
-        from palaver.repl.commands.files import attach_file, parse_files, split_media
+        from palaver.repl.commands.attachments import attach_file, parse_files, split_media
 
         if self.lines.is_interactive and typed.edited_id is None and (files := parse_files(typed.text)):
             for path in files:

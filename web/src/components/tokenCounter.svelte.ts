@@ -1,7 +1,7 @@
 // How many tokens a message has, as the model counts them, before it is sent. Short ones are not counted.
 import { model } from '../state/model.svelte'
 import * as api from '../transport/api'
-import type { Attachment } from './files'
+import type { Attachment } from './attachments'
 
 const PAUSE = 500 // milliseconds without a key
 const WORTH_COUNTING = 400 // characters of a message without files

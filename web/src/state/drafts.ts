@@ -1,6 +1,6 @@
 // What was typed and not sent, for each conversation, with the key under which it will be sent: a message whose answer
 // got lost is not said twice.
-import type { Attachment } from '../components/files'
+import type { Attachment } from '../components/attachments'
 import { newKey } from '../transport/http'
 import { keep, kept } from './storage'
 

@@ -2,10 +2,10 @@
 
 from palaver.repl.command_table import CommandTable
 from palaver.repl.commands import (
+    attachments,
     branches,
     compare,
     conversations,
-    files,
     help,
     model,
     parameters,
@@ -16,5 +16,5 @@ from palaver.repl.commands import (
 
 
 def table() -> CommandTable:
-    modules = (conversations, branches, compare, thinking, parameters, tools, files, voice, model, help)
+    modules = (conversations, branches, compare, thinking, parameters, tools, attachments, voice, model, help)
     return CommandTable(module.commands for module in modules)

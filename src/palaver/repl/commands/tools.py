@@ -14,7 +14,7 @@ from palaver.errors import RequestError
 from palaver.messages import Role, ToolCall, ToolResult, tool
 from palaver.repl import strings
 from palaver.repl.command_table import ArgumentChoice, CommandGroup, complete_paths
-from palaver.repl.commands.files import attach_bytes
+from palaver.repl.commands.attachments import attach_bytes
 from palaver.repl.reply_view import format_call, unanswered_calls
 from palaver.repl.text import format_count, one_line
 from palaver.sampling import OFF_WORDS

@@ -10,7 +10,7 @@ from palaver.errors import RequestError
 from palaver.messages import Role
 from palaver.repl import strings
 from palaver.repl.command_table import CommandGroup, complete_paths, fixed_choices
-from palaver.repl.commands.files import read_file
+from palaver.repl.commands.attachments import read_file
 from palaver.repl.input import StreamLineSource, TypedLine
 from palaver.repl.settings import parse_switch
 

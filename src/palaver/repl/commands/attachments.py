@@ -1,4 +1,4 @@
-"""Commands for files: save, export, import, attachments, copy."""
+"""Commands for attachments and other files: attach, dropped paths, save, export, import, copy."""
 
 from __future__ import annotations
 

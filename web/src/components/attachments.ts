@@ -1,4 +1,4 @@
-// Files in a message: a text file or a document (read by the server) is a part of text that begins with its name, media are parts of their own.
+// Attachments of a message (long pastes become one, too): a text file or a document (read by the server) is a part of text that begins with its name, media are parts of their own.
 import { type FileKind, strings } from '../strings'
 import * as api from '../transport/api'
 import type { Blob as BlobPart, Part } from '../transport/types'
