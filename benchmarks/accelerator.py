@@ -31,6 +31,7 @@ import transformers
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from palaver.constraints import Constraint, Grammar
 from palaver.engines.torch import EngineOptions, SchedulerLimits, TorchEngine
 from palaver.engines.torch.library_engine import model_engine
 from palaver.engines.torch.loader import quiet
@@ -270,8 +271,22 @@ RARER = {
     "with XTC and DRY": Sampling(
         temperature=0.6, top_k=20, top_p=0.95, xtc_probability=0.5, dry_multiplier=0.8, logprobs=5
     ),
+    "top_p alone": Sampling(temperature=1.0, top_p=0.9, logprobs=5),
+    "every filter": Sampling(
+        temperature=1.0,
+        dynatemp_range=0.3,
+        typical_p=0.95,
+        top_p=0.95,
+        min_p=0.02,
+        top_a=0.1,
+        xtc_probability=0.5,
+        logprobs=5,
+    ),
+    "with a grammar": Sampling(
+        temperature=0.6, top_k=20, top_p=0.95, logprobs=5, constraint=Constraint(Grammar.REGEX, "x*")
+    ),
 }
-"""Penalties, which change the whole batch at once, and filters that the kernels leave to torch's operations."""
+"""Penalties, filters over the whole vocabulary, and masks that change from token to token."""
 LOADS = ((1, 128), (1, 1024), (8, 1024), (32, 1024))
 SAMPLING_LOADS = ((1, 1024), (32, 1024))
 """Batch sizes, each with the length of its prompts."""

@@ -41,13 +41,14 @@ ON_GPU = pytest.mark.skipif(
 def greedy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps take the likeliest tokens without the sampler's kernels, which take the interpreter many seconds a row."""
 
-    def sample_rows(logits: torch.Tensor, scores: torch.Tensor, settings: torch.Tensor) -> torch.Tensor:
+    def sample_rows(logits: torch.Tensor, *_: object) -> torch.Tensor:
         results = torch.zeros(len(logits), device_filters.WIDTH, dtype=torch.float64, device=logits.device)
         results[:, device_filters.TOKEN] = logits.argmax(1)
         return results
 
     if DEVICE.type == "cpu":
         monkeypatch.setattr(sampling_kernels, "sample_rows", sample_rows)
+        monkeypatch.setattr(sampling_kernels.BlockLists, "compute", lambda *_: None)
 
 
 def decoder_parts(dtype: torch.dtype = torch.float32) -> PlainDecoder:

@@ -54,7 +54,7 @@ def random_logits(rows: int, seed: int, spread: float = 4.0) -> torch.Tensor:
 
 def sampled(logits: torch.Tensor, processors: Sequence[LogitsProcessor]) -> NDArray[Any]:
     table = sample_rows(logits, logits, processors, REPORTED)
-    assert table.shape == (len(processors), LISTS + 4 * REPORTED)
+    assert table.shape == (len(processors), LISTS + 4 * REPORTED + 1)
     return table.numpy()
 
 
@@ -79,7 +79,7 @@ def test_the_same_tokens_as_on_the_host(rows: list[Sampling], spread: float, tie
         assert row[STATUS] == DECIDED
         assert row[LOGPROB] == pytest.approx(other.logprob, abs=1e-4)
         assert row[DRAWN_LOGPROB] == pytest.approx(other.drawn_logprob, abs=1e-4)
-        raw_ids, raw, own_ids, after = row[LISTS:].reshape(4, REPORTED)[:, :5].tolist()
+        raw_ids, raw, own_ids, after = row[LISTS:-1].reshape(4, REPORTED)[:, :5].tolist()
         assert raw == pytest.approx([one.logprob for one in other.alternatives], abs=1e-4)
         assert after == pytest.approx([one.logprob for one in other.drawn_from], abs=1e-4)
         if not ties:
@@ -121,4 +121,4 @@ def test_a_token_that_is_forced() -> None:
 
 def test_more_alternatives_than_tokens() -> None:
     table = sample_rows(torch.zeros(1, 4), torch.zeros(1, 4), [processor(Sampling(min_p=0.1, seed=1))], REPORTED)
-    assert table.shape == (1, LISTS + 4 * REPORTED)
+    assert table.shape == (1, LISTS + 4 * REPORTED + 1)

@@ -22,7 +22,7 @@ from palaver.engines.core.rng import XTC_STREAM, uniform
 from palaver.engines.core.sampler import HostLogits
 from palaver.engines.core.token_masks import VocabularyIndex
 from palaver.engines.torch.device_changes import DeviceChanges
-from palaver.engines.torch.device_sampler import sample_on_device
+from palaver.engines.torch.device_sampler import DeviceSampler
 from palaver.generation import Prompt, Step
 from palaver.sampling import Sampling
 from tests.engines.sampling_reference import ReferenceDraw, dry_penalties
@@ -87,7 +87,7 @@ def test_the_same_draws_on_the_device(seed: int) -> None:
         rows, sampling = random_rows(rng, 2), replace(random_sampling(rng), logprobs=rng.choice([0, 5]))
         processors = [processor(sampling, len(row), choice) for choice, row in enumerate(rows)]
         logits = np.stack(rows)
-        steps = sample_on_device(torch.from_numpy(logits), processors, DeviceChanges(torch.device("cpu")), None)
+        steps = DeviceSampler(torch.device("cpu"), on_device=True).logits(torch.from_numpy(logits)).sample(processors)
         for row, one, mine, host in zip(rows, processors, steps, HostLogits(logits).sample(processors), strict=True):
             mine = mine.build() if isinstance(mine, PendingStep) else mine
             assert isinstance(mine, Step)

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from palaver.engines.core.generation import PendingStep
-from palaver.engines.core.logits_changes import LogitsChanges
+from palaver.engines.core.logits_changes import LogitsChanges, TokenMask
 from palaver.engines.core.logits_processor import LogitsProcessor
 from palaver.engines.core.reply_state import ReplyState
 from palaver.engines.core.rng import uniform
 from palaver.engines.core.sampler import BLOCK, HostLogits, _Row
 from palaver.engines.core.token_masks import BannedStrings, VocabularyIndex
 from palaver.engines.torch.device_changes import MANY_IDS, DeviceChanges
-from palaver.engines.torch.device_sampler import sample_on_device
+from palaver.engines.torch.device_sampler import DeviceSampler
 from palaver.errors import BadParameter, EngineError, PalaverError, RequestError
 from palaver.generation import Prompt, Step
 from palaver.sampling import MAX_BIASES, MAX_STRING, MAX_STRINGS, MAX_TOKENS, Sampling, apply_settings, check_sampling
@@ -161,7 +161,7 @@ def test_torch_operations_draw_the_same(sampling: Sampling, seed: int, count: in
     sampling = replace(sampling, logprobs=count)
     processors = [processor(sampling, choice=choice) for choice in range(3)]
     expected = sample(logits, processors)
-    found = sample_on_device(logits, processors, DeviceChanges(torch.device("cpu")), None)
+    found = DeviceSampler(torch.device("cpu"), on_device=True).logits(logits).sample(processors)
     assert_same_steps([step.build() if isinstance(step, PendingStep) else step for step in found], expected)
 
 
@@ -190,8 +190,8 @@ def test_masks_and_long_lists_are_applied_on_the_device_too() -> None:
     rows = [LogitsChanges(size, banned=[banned]), None, LogitsChanges(size), LogitsChanges(size, banned=[banned])]
     for one in rows[2:]:
         assert one is not None
-        one.allow_only(rng.random(size) < 0.5)
-        one.allow_only(rng.random(size) < 0.9)
+        one.allow_only(TokenMask.of(rng.random(size) < 0.5))
+        one.allow_only(TokenMask.of(rng.random(size) < 0.9))
     logits = torch.randn(len(rows), size, generator=torch.Generator().manual_seed(0))
     expected = logits.clone()
     for row, one in zip(expected, rows, strict=True):

@@ -12,33 +12,41 @@ from hypothesis import strategies as st
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytest.importorskip("triton", reason="Triton is not installed: the sampling kernels are not tested")
 
+from palaver.engines.core.dry import DryPenalty  # noqa: E402
 from palaver.engines.core.generation import PendingStep  # noqa: E402
 from palaver.engines.core.logits_processor import LogitsProcessor  # noqa: E402
 from palaver.engines.core.reply_state import ReplyState  # noqa: E402
 from palaver.engines.core.sampler import HostLogits  # noqa: E402
-from palaver.engines.torch import sampling_kernels as kernels  # noqa: E402
-from palaver.engines.torch.device_changes import DeviceChanges  # noqa: E402
-from palaver.engines.torch.device_sampler import sample_on_device  # noqa: E402
+from palaver.engines.core.token_masks import VocabularyIndex  # noqa: E402
+from palaver.engines.torch import device_filters  # noqa: E402
+from palaver.engines.torch.cuda_graphs import CudaGraphCapture  # noqa: E402
+from palaver.engines.torch.device_sampler import DeviceSampler  # noqa: E402
+from palaver.engines.torch.kernel_sampler import KernelSampler  # noqa: E402
+from palaver.engines.torch.sampling_kernels import BlockLists  # noqa: E402
 from palaver.errors import EngineError, RequestError  # noqa: E402
 from palaver.generation import Prompt, Step  # noqa: E402
 from palaver.sampling import Sampling  # noqa: E402
 from tests.engines.sampling_reference import ReferenceDraw  # noqa: E402
 
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's, of infinities
 SIZE = 3000
 """Several blocks, the last of them not full."""
 BOUNDARY = 1e-6
 """A uniform number this near to a boundary between two tokens may fall on either side: sums are rounded."""
 
 
-def processor(sampling: Sampling, choice: int = 0) -> LogitsProcessor:
+def processor(sampling: Sampling, choice: int = 0, size: int = SIZE) -> LogitsProcessor:
     prompt = Prompt((1, 2, 3))
-    vocabulary = [b"x"] * SIZE
-    return LogitsProcessor(prompt, sampling, choice, ReplyState(prompt, sampling, vocabulary), SIZE)
+    vocabulary = [b"%d" % i for i in range(size)]
+    dry = DryPenalty(sampling, VocabularyIndex(vocabulary), size) if sampling.dry_multiplier else None
+    reply = ReplyState(prompt, sampling, vocabulary)
+    return LogitsProcessor(prompt, sampling, choice, reply, size, dry=dry)
 
 
 def sampled(logits: torch.Tensor, processors: Sequence[LogitsProcessor]) -> list[Step | Exception]:
-    changes = DeviceChanges(torch.device(DEVICE))
-    steps = sample_on_device(logits.to(DEVICE), processors, changes, kernels)
+    sampler = DeviceSampler(torch.device(DEVICE), on_device=True)
+    assert sampler.kernels is not None
+    steps = sampler.logits(logits.to(DEVICE)).sample(processors)
     return [step.build() if isinstance(step, PendingStep) else step for step in steps]
 
 
@@ -51,16 +59,26 @@ def is_at_boundary(logits: torch.Tensor, one: LogitsProcessor) -> bool:
 samplings = st.builds(
     Sampling,
     temperature=st.sampled_from([0.0, 0.3, 0.6, 1.0, 2.0]),
-    top_k=st.sampled_from([0, 1, 5, 20, 31, 32, 300]),
+    dynatemp_range=st.sampled_from([0.0, 0.0, 0.0, 0.5, 2.0]),
+    dynatemp_exponent=st.sampled_from([0.5, 1.0, 3.0]),
+    top_k=st.sampled_from([0, 0, 1, 5, 20, 31, 32, 300]),
+    typical_p=st.sampled_from([1.0, 1.0, 0.9, 0.3]),
     top_p=st.sampled_from([1.0, 0.95, 0.5]),
     min_p=st.sampled_from([0.0, 0.05, 0.5]),
+    top_a=st.sampled_from([0.0, 0.0, 0.2]),
+    xtc_probability=st.sampled_from([0.0, 0.0, 0.5, 1.0]),
+    xtc_threshold=st.sampled_from([0.02, 0.2]),
+    repetition_penalty=st.sampled_from([1.0, 1.3]),
+    frequency_penalty=st.sampled_from([0.0, 0.7]),
+    presence_penalty=st.sampled_from([0.0, -0.5]),
+    logit_bias=st.sampled_from([(), ((5, 2.5), (9, -1.0))]),
     banned_ids=st.sampled_from([(), (66, 67)]),
     seed=st.integers(0, 2**63 - 1),
     logprobs=st.sampled_from([0, 5, 20]),
 )
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60 if DEVICE == "cuda" else 2, deadline=None, derandomize=True)
 @given(
     st.lists(samplings, min_size=1, max_size=4), st.sampled_from([1.0, 4.0, 10.0]), st.booleans(), st.integers(0, 99)
 )
@@ -104,3 +122,28 @@ def test_what_can_not_be_sampled() -> None:
     assert isinstance(other, Step)
     (none,) = sampled(logits[:1], [processor(Sampling(banned_ids=tuple(range(SIZE))))])
     assert isinstance(none, RequestError)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU: graphs are captured, and the interpreter would take minutes")
+def test_replies_that_are_sampled_by_graphs() -> None:
+    """As the runner of steps does: each call is a graph, and options change from token to token."""
+    size, device = 200, torch.device(DEVICE)
+    sampler = KernelSampler(device, 4, CudaGraphCapture(device))
+    rows = [
+        processor(Sampling(repetition_penalty=1.3, frequency_penalty=0.7, top_k=20, seed=1, logprobs=5), size=size),
+        processor(Sampling(temperature=0, presence_penalty=2.0), size=size),
+        processor(Sampling(dry_multiplier=2.0, dry_allowed_length=1, min_tokens=2, seed=3), size=size),
+        processor(Sampling(logit_bias=((5, 2.0),), banned_ids=tuple(range(20, 90)), top_p=0.9, seed=4), size=size),
+    ]
+    logits, lists, passed = torch.zeros(5, size, device=device), BlockLists(5, size, device), []
+    for step in range(3):
+        own = torch.randn(5, size, generator=torch.Generator().manual_seed(step)) * 2
+        logits.copy_(own)
+        lists.compute(logits, torch.zeros(5, 7, dtype=torch.float64, device=device))
+        results = sampler.replay(logits, lists, [*rows, None], lambda found: passed.append(found.shape)).cpu()
+        on_host = HostLogits(own[:4].numpy()).sample(rows)
+        expected = [found.token_id for found in on_host if isinstance(found, Step)]
+        assert results[:4, device_filters.TOKEN].tolist() == expected
+        for one, token_id in zip(rows, expected, strict=True):
+            one.append_token(token_id)
+    assert passed

@@ -36,7 +36,7 @@ DEVICE = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def torch_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton's interpreter runs in one thread only."""
-    monkeypatch.setattr(device_sampler, "load_kernels", lambda: None)
+    monkeypatch.setattr(device_sampler, "make_kernel_sampler", lambda *_: None)
 
 
 class TorchStep:
@@ -44,6 +44,7 @@ class TorchStep:
 
     exact = False
     costs = None
+    capture = None
 
     def __init__(self, decoder: FusedDecoder, max_rows: int, max_prompt_tokens: int) -> None:
         self._decoder = decoder

@@ -15,6 +15,45 @@ Mask: TypeAlias = NDArray[np.bool_]
 Scores: TypeAlias = NDArray[np.float32]
 
 
+class TokenMask:
+    """A set of token ids: a bit for each token of the vocabulary."""
+
+    def __init__(self, size: int, bits: bytes | None = None) -> None:
+        """`size`: of the vocabulary. `bits`: the lowest bit first; missing ones are 0."""
+        self.size = size
+        self.bits: NDArray[np.uint8] = np.zeros(-(-size // 8), dtype=np.uint8)
+        if bits is not None:
+            count = min(len(bits), len(self.bits))
+            self.bits[:count] = np.frombuffer(bits, dtype=np.uint8, count=count)
+
+    @classmethod
+    def of(cls, bools: Mask) -> TokenMask:
+        """By token id, whether it is in the set."""
+        return cls(len(bools), np.packbits(bools, bitorder="little").tobytes())
+
+    @classmethod
+    def without(cls, size: int, ids: Iterable[int]) -> TokenMask:
+        """All tokens but these."""
+        bools = np.ones(size, dtype=np.bool_)
+        bools[[token_id for token_id in ids if token_id < size]] = False
+        return cls.of(bools)
+
+    def add(self, ids: Iterable[int]) -> None:
+        """Ids beyond the vocabulary are ignored."""
+        for token_id in ids:
+            if token_id < self.size:
+                self.bits[token_id >> 3] |= 1 << (token_id & 7)
+
+    def intersect(self, other: TokenMask) -> None:
+        self.bits &= other.bits
+
+    def any(self) -> bool:
+        return bool(self.bits.any())
+
+    def to_bools(self) -> Mask:
+        return np.unpackbits(self.bits, count=self.size, bitorder="little").view(np.bool_)
+
+
 class TokenCounts:
     """How often each token is in a reply, and which ones are in its context or the reply."""
 
@@ -82,21 +121,29 @@ class LogitsChanges:
     end_penalty: float = 1.0
     bias: tuple[Ids, Scores] | None = None
     """Token ids, each once, and what is added to their scores."""
+    banned_always: Ids | None = None
+    """The same for every token of the reply."""
     banned: list[Ids] = field(default_factory=list)
-    allowed: Mask | None = None
-    """By token id; None if all are allowed that are not banned."""
+    allowed: TokenMask | None = None
+    """None if all are allowed that are not banned."""
+
+    @property
+    def all_banned(self) -> list[Ids]:
+        return self.banned if self.banned_always is None else [self.banned_always, *self.banned]
 
     def ban(self, ids: Iterable[int]) -> None:
         """Ids beyond the vocabulary are ignored."""
         self.banned.append(self._within(ids))
 
-    def allow_only(self, mask: Mask) -> None:
-        """Forbids all tokens outside of the mask, and those outside of earlier masks."""
-        self.allowed = mask if self.allowed is None else self.allowed & mask
+    def allow_only(self, mask: TokenMask) -> None:
+        """Forbids all tokens outside of the mask, and those outside of earlier masks. Takes the mask over."""
+        if self.allowed is not None:
+            mask.intersect(self.allowed)
+        self.allowed = mask
 
     def allow_only_ids(self, ids: Iterable[int]) -> None:
-        mask = np.zeros(self.size, dtype=np.bool_)
-        mask[self._within(ids)] = True
+        mask = TokenMask(self.size)
+        mask.add(ids)
         self.allow_only(mask)
 
     def _within(self, ids: Iterable[int]) -> Ids:
@@ -114,10 +161,10 @@ class LogitsChanges:
         if self.bias is not None:
             ids, values = self.bias
             scores[ids] += values
-        for ids in self.banned:
+        for ids in self.all_banned:
             scores[ids] = -np.inf
         if self.allowed is not None:
-            np.copyto(scores, -np.inf, where=~self.allowed)
+            np.copyto(scores, -np.inf, where=~self.allowed.to_bools())
 
     def _apply_penalties(self, scores: Scores, counts: TokenCounts) -> None:
         if self.repetition_penalty != 1:

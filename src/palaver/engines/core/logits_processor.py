@@ -55,22 +55,19 @@ class LogitsProcessor:
         self._grammar = grammar
         self._spoken_text = spoken_text
         self._healing: TokenHealing | None = None
-        self._size = vocabulary_size
+        self.vocabulary_size = vocabulary_size
         self._counts: TokenCounts | None = None
         self._stop_ids: dict[int, Ids] = {}
         """By the state of the reply."""
         self._dry = dry
         if dry is not None:
             dry.extend((*prompt.context_ids, *reply.token_ids))
-        self.has_rare_filters = (
-            sampling.typical_p < 1 or sampling.top_a > 0 or sampling.dynatemp_range > 0 or sampling.xtc_probability > 0
-        )
-        """Whether the draw takes more than temperature, top_k, top_p and min_p."""
         masks = (banned_strings, grammar, spoken_text, dry)
         self._always_active = _changes_logits(sampling) or any(mask is not None for mask in masks)
-        self._penalises = bool(
+        self.has_penalties = bool(
             sampling.repetition_penalty != 1 or sampling.presence_penalty or sampling.frequency_penalty
         )
+        self.has_biases = bool(sampling.logit_bias or sampling.banned_ids)
 
     @property
     def do_sample(self) -> bool:
@@ -120,10 +117,10 @@ class LogitsProcessor:
 
     def changes(self) -> LogitsChanges:
         """What changes in the next token's logits. Raises RequestError if a grammar exceeds its limits."""
-        changes, sampling = LogitsChanges(self._size), self.sampling
+        changes, sampling = LogitsChanges(self.vocabulary_size), self.sampling
         if self._grammar is not None:
             self._grammar.apply_mask(changes, self.reply)
-        if self._penalises:
+        if self.has_penalties:
             changes.counts = self._token_counts()
             changes.repetition_penalty = sampling.repetition_penalty
             changes.presence_penalty = sampling.presence_penalty
@@ -139,7 +136,7 @@ class LogitsProcessor:
 
     def _add_bans(self, changes: LogitsChanges) -> None:
         if self.sampling.banned_ids:
-            changes.banned.append(self._banned_ids)
+            changes.banned_always = self._banned_ids
         if self._banned_strings is not None:
             changes.banned.append(self._banned_strings.banned_ids(self.reply.token_ids))
         if self._spoken_text is not None and not self._is_healing:
@@ -151,7 +148,7 @@ class LogitsProcessor:
 
     def _token_counts(self) -> TokenCounts:
         if self._counts is None:
-            self._counts = TokenCounts(self._context_ids, self.reply.token_ids, self._size)
+            self._counts = TokenCounts(self._context_ids, self.reply.token_ids, self.vocabulary_size)
         return self._counts
 
     @cached_property
@@ -170,7 +167,7 @@ class LogitsProcessor:
         """The token ids that would end the reply now."""
         state = self.reply.state
         if state not in self._stop_ids:
-            ids = [token_id for token_id in self.reply.stop_token_ids if token_id < self._size]
+            ids = [token_id for token_id in self.reply.stop_token_ids if token_id < self.vocabulary_size]
             self._stop_ids[state] = np.array(ids, dtype=np.int64)
         return self._stop_ids[state]
 

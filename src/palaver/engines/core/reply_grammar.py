@@ -8,10 +8,8 @@ from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any
 
-import numpy as np
-
 from palaver.constraints import Constraint, MarkerConstraint
-from palaver.engines.core.logits_changes import LogitsChanges, Mask
+from palaver.engines.core.logits_changes import LogitsChanges, TokenMask
 from palaver.engines.core.reply_state import ReplyState
 from palaver.engines.core.token_masks import BannedStrings, VocabularyIndex
 from palaver.engines.grammars import CompiledGrammar, check_matcher
@@ -24,6 +22,19 @@ def control_ids(phases: Phases) -> frozenset[int]:
     return phases.ends | phases.hidden | phases.markers | markers
 
 
+def text_mask(size: int, index: VocabularyIndex, control: Iterable[int]) -> TokenMask:
+    """The tokens that a grammar may allow: control tokens are no text, whatever they spell, and the id after the
+    vocabulary is the grammar's own end token."""
+    return TokenMask.without(size, (*control, *range(len(index.vocabulary), size)))
+
+
+def next_tokens(matcher: Any, text: TokenMask) -> TokenMask:
+    """The tokens of the text that a grammar allows next."""
+    allowed = TokenMask(text.size, matcher.compute_bitmask())
+    allowed.intersect(text)
+    return allowed
+
+
 class AnswerGrammar:
     """Constrains the answer, token by token. Thinking and tool calls are never constrained."""
 
@@ -32,6 +43,7 @@ class AnswerGrammar:
         self._grammar = grammar
         self._index = index
         self._control = control_ids(phases)
+        self._text_mask = cache(lambda size: text_mask(size, index, self._control))
         self._matcher: Any = grammar.matcher()
         self._started = False
         """Whether the matcher has accepted a token."""
@@ -59,13 +71,12 @@ class AnswerGrammar:
             if self._must_still_answer(reply.state):
                 changes.ban(reply.stop_token_ids)
             return
-        allowed = np.zeros(changes.size, dtype=np.bool_)
+        allowed = TokenMask(changes.size)
         if self._partial_marker is None:
-            self._allow_by_grammar(allowed)
+            allowed = next_tokens(self._matcher, self._text_mask(changes.size))
         check_matcher(self._matcher)
         if self._may_exit():
-            exit_ids = self._exit_ids(reply)
-            allowed[[i for i in exit_ids if i < changes.size]] = True
+            allowed.add(self._exit_ids(reply))
         changes.allow_only(allowed)
 
     def _is_answer(self, state: int) -> bool:
@@ -80,12 +91,6 @@ class AnswerGrammar:
             return False
         leads_to_answer = any(self._is_answer(trigger.to) for trigger in self._phases.states[state].triggers)
         return leads_to_answer and not (self._started and self._matcher.is_accepting())
-
-    def _allow_by_grammar(self, allowed: Mask) -> None:
-        bias = np.frombuffer(self._matcher.compute_logit_bias(), dtype=np.uint8)
-        size = min(len(allowed), len(bias) - 1)  # the last one is the grammar's own end token
-        allowed[:size] = bias[:size] > 0
-        allowed[[i for i in self._control if i < len(allowed)]] = False
 
     def _may_exit(self) -> bool:
         """The model may think or call a tool before the answer, or after a complete one."""
@@ -156,6 +161,7 @@ class ReplyGrammar:
         self._state = phases.start
         self._constraint = self._held.first
         self._matcher: Any = grammars[self._constraint].matcher()
+        self._text_mask = cache(lambda size, control: text_mask(size, index, control))
         self._fits_after_thought = cache(self._can_follow_thought)
         self._completing_marker = cache(lambda marker: BannedStrings([marker.decode()], index, self._control))
 
@@ -176,21 +182,13 @@ class ReplyGrammar:
         if self._is_thinking(reply.state):
             changes.ban(self._forbidden_in_thought(reply))
             return
-        allowed = self._allowed_by_grammar(changes.size)
+        control = self._control.difference(self._constraint.ids)
+        allowed = next_tokens(self._matcher, self._text_mask(changes.size, control))
         check_matcher(self._matcher)
         if self._matcher.is_accepting():
-            allowed[[i for i in reply.stop_token_ids if i < changes.size]] = True
+            allowed.add(reply.stop_token_ids)
         if allowed.any():  # otherwise no token could come, and the reply would never end
             changes.allow_only(allowed)
-
-    def _allowed_by_grammar(self, size: int) -> Mask:
-        """Control tokens that the constraint does not name are forbidden, whatever they spell."""
-        bias = np.frombuffer(self._matcher.compute_logit_bias(), dtype=np.uint8)
-        allowed = np.zeros(size, dtype=np.bool_)
-        end = min(size, len(bias) - 1)  # the last one is the grammar's own end token
-        allowed[:end] = bias[:end] > 0
-        allowed[[i for i in self._control - set(self._constraint.ids) if i < size]] = False
-        return allowed
 
     def _start(self, constraint: MarkerConstraint) -> None:
         self._constraint, self._matcher = constraint, self._grammars[constraint].matcher()

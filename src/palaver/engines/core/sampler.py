@@ -66,9 +66,13 @@ def _weights(scores: Scores, temperature: float) -> Weights:
 
 def has_filter(sampling: Sampling, size: int) -> bool:
     """Whether the draw is from anything else than the plain distribution over so many tokens."""
+    return has_rare_filter(sampling) or sampling.top_p < 1 or sampling.min_p > 0 or 0 < sampling.top_k < size
+
+
+def has_rare_filter(sampling: Sampling) -> bool:
+    """Whether the draw takes more than temperature, top_k, top_p and min_p."""
     shape = sampling.dynatemp_range > 0 or sampling.xtc_probability > 0
-    wide = sampling.top_p < 1 or sampling.min_p > 0 or sampling.typical_p < 1 or sampling.top_a > 0
-    return shape or wide or 0 < sampling.top_k < size
+    return shape or sampling.typical_p < 1 or sampling.top_a > 0
 
 
 def filter_candidates(

@@ -66,11 +66,7 @@ class StepRow:
     @property
     def settings(self) -> tuple[float, ...]:
         """The sampler's settings; the random number is computed in the step."""
-        sampling = self.sampling
-        if sampling.temperature == 0:
-            return (0, 0, 1, 0, 0, -1)
-        top_k = min(sampling.top_k, sampling_kernels.MAX_TOP_K)
-        return (1 / sampling.temperature, top_k, sampling.top_p, sampling.min_p, 0, -1)
+        return sampling_kernels.row_settings(self.sampling)[: sampling_kernels.BASIC_SETTINGS]
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +149,7 @@ class DecoderStep:
         self.layers = model.layers
         self.exact = exact
         self._heads = model.heads
-        self._capture = capture
+        self.capture = capture
         self._pdl = pdl
         self.max_rows = max_rows
         self._buckets = [rows for rows in BUCKETS if rows < max_rows] + [max_rows]
@@ -164,7 +160,7 @@ class DecoderStep:
         self._prompt_inputs = dict(zip(FIELDS, self._table[:, max_rows:], strict=True))
         self._sampled = torch.zeros(max_rows, dtype=torch.int64, device=self.device)
         """The tokens of the last step, one a row."""
-        self._settings = torch.zeros(max_rows, sampling_kernels.SETTINGS, dtype=torch.float64, device=self.device)
+        self._settings = torch.zeros(max_rows, sampling_kernels.BASIC_SETTINGS, dtype=torch.float64, device=self.device)
         self._unused = model.embedding.new_zeros(2 * len(self.layers) * self._heads.kv_heads * self._heads.size)
         """The cache of padding: one token."""
         shared = StepBuffers(model, most_rows, lambda projection: projection.tile)
@@ -174,6 +170,8 @@ class DecoderStep:
             rows: StepBuffers(model, rows, methodcaller("prefill_tile", rows), shared) for rows in self.mixed_rows
         }
         self._logits = torch.zeros(max_rows, model.head.outputs, device=self.device)
+        self.lists = sampling_kernels.BlockLists(max_rows, model.head.outputs, self.device)
+        """Of the last step's logits."""
         most = max(p.outputs * p.split for layer in self.layers for p in layer.projections)
         row_tiles = -(-max_rows // ROWS)
         self._partials = torch.zeros(most * row_tiles * ROWS, device=self.device)
@@ -196,6 +194,14 @@ class DecoderStep:
     def set_tokens(self, tokens: Tensor) -> None:
         """Replaces the tokens that the last step sampled, one a row."""
         self._sampled[: len(tokens)].copy_(tokens)
+
+    def last_logits(self, rows: int) -> Tensor:
+        """Those of the last step, as long as no other runs: of so many rows and padding."""
+        return self._logits[: self._bucket(rows)]
+
+    def replace_tokens(self, results: Tensor) -> None:
+        """The next step of the same rows goes on with these tokens instead of those that the last one sampled."""
+        step_kernels.replace_tokens(results, self._sampled, self.inputs)
 
     def run(
         self,
@@ -266,7 +272,7 @@ class DecoderStep:
 
     def _mixed_size(self, rows: int) -> int:
         """Of all rows of a mixed step."""
-        return rows if self._capture is None else next(size for size in self.mixed_rows if size >= rows)
+        return rows if self.capture is None else next(size for size in self.mixed_rows if size >= rows)
 
     def _reserve(self, tokens: int) -> None:
         """Makes room for the attention over so many tokens. Graphs are captured again."""
@@ -284,7 +290,7 @@ class DecoderStep:
         """Writes the device's tables."""
         count, prompt_tokens = len(rows), sum(len(chunk.ids) for chunk in prompts)
         size = self._mixed_size(self.max_rows + prompt_tokens) if prompts else self.max_rows
-        new = np.zeros((len(FIELDS) + 1 + sampling_kernels.SETTINGS, size), dtype=np.int64)
+        new = np.zeros((len(FIELDS) + 1 + sampling_kernels.BASIC_SETTINGS, size), dtype=np.int64)
         new[3:6] = np.array(self._unused_address)[:, None]
         settings = new[len(FIELDS) + 1 :].view(np.float64)
         for i, row in enumerate(rows):
@@ -339,7 +345,7 @@ class DecoderStep:
     def capture_all(self, drafted_rows: int = 0) -> None:
         """Captures the graphs of all numbers of rows, so that no request waits for one; those that verify drafts up to
         so many rows."""
-        if self._capture is not None:
+        if self.capture is not None:
             for bucket in self._buckets:
                 self._replay(bucket)
                 if 1 < bucket <= drafted_rows:
@@ -387,7 +393,7 @@ class DecoderStep:
 
     def _replay(self, bucket: int, total: int = 0, drafts: bool = False) -> tuple[Tensor, Tensor]:
         """`total`: all rows of a mixed step, else 0. `drafts`: as in `verify`."""
-        if self._capture is None:
+        if self.capture is None:
             return self._logits, self._compute(bucket, total, drafts)
         key = bucket, total, drafts
         if key not in self._graphs:
@@ -398,7 +404,7 @@ class DecoderStep:
                 results.append(self._compute(*key))
                 return results[0]
 
-            self._graphs[key] = (self._capture(compute), results[0])
+            self._graphs[key] = (self.capture(compute), results[0])
         replay, out = self._graphs[key]
         replay()
         return self._logits, out
@@ -433,7 +439,9 @@ class DecoderStep:
             self._matvec(head, buffers.hidden, logits, gain=self.model.final_gain, softcap=softcap)
         else:
             self._linear(head, buffers.scaled, logits, squares=buffers.down_squares, softcap=softcap, rows=rows)
-        results = sampling_kernels.sample_rows(logits, logits, self._settings[:rows])
+        settings, lists = self._settings[:rows], self.lists
+        lists.compute(logits, settings)
+        results = sampling_kernels.sample_rows(logits, logits, settings, lists, lists)
         step_kernels.advance(results, self._sampled, self.inputs, rows)
         return results
 

@@ -1,4 +1,5 @@
-"""Applies what the options of each request change in its logits to a whole batch on a device.
+"""Applies what the options of each request change in its logits to a whole batch on a device, by torch's operations;
+where Triton is installed, `kernel_sampler` does it.
 
 The work does not grow with the number of rows: each kind of change is one transfer and a few operations."""
 
@@ -6,7 +7,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -17,14 +19,20 @@ from palaver.engines.core.logits_changes import Ids, LogitsChanges, Scores, Toke
 
 MANY_IDS = 256
 """Lists of banned ids from this length on are kept on the device while the request has them."""
-IN_CONTEXT = 0.5
-"""What a token counts for being in the context. Counts in the reply are whole numbers."""
+FEW_SLOTS = 4
+"""Rows of a table at first, where nothing holds on to its address."""
+
+Key = TypeVar("Key")
+
+
+class TooManyEdits(Exception):
+    """The options of a row change the scores of more tokens than the kernels have room for."""
 
 
 class DeviceChanges:
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._counts = _DeviceCounts(device)
+        self._counts = CountTable(device, FEW_SLOTS)
         self._banned = _DeviceIds(device)
 
     def apply(self, logits: Tensor, changes: Sequence[LogitsChanges | None]) -> Tensor:
@@ -51,8 +59,8 @@ class DeviceChanges:
         repetition, presence, frequency = self._to_device(values.astype(np.float32)).T[:, :, None]
         own = scores[index]
         own = torch.where(counts > 0, _penalised(own, repetition), own)
-        own -= presence * (counts >= 1)
-        own -= frequency * counts.floor()
+        own -= presence * (counts > 1)
+        own -= frequency * (counts >> 1)
         scores[index] = own
 
     def _apply_end_penalties(self, scores: Tensor, rows: Sequence[tuple[int, LogitsChanges]]) -> None:
@@ -71,13 +79,14 @@ class DeviceChanges:
             scores.view(-1)[places] += self._to_device(np.concatenate([values for _, _, values in values_by_row]))
 
     def _ban(self, scores: Tensor, rows: Sequence[tuple[int, LogitsChanges]]) -> None:
-        few = [(row, ids) for row, changes in rows for ids in changes.banned if 0 < len(ids) < MANY_IDS]
+        every = [(row, changes.all_banned) for row, changes in rows]
+        few = [(row, ids) for row, banned in every for ids in banned if 0 < len(ids) < MANY_IDS]
         if few:
             scores.view(-1)[self._places(scores, few)] = -torch.inf
         many: dict[int, tuple[Ids, list[int]]] = {}
         """Lists of ids, which several requests may share, and their rows."""
-        for row, changes in rows:
-            for ids in changes.banned:
+        for row, banned in every:
+            for ids in banned:
                 if len(ids) >= MANY_IDS:
                     many.setdefault(id(ids), (ids, []))[1].append(row)
         for ids, shared_by in many.values():
@@ -87,7 +96,7 @@ class DeviceChanges:
         mine = [(row, changes.allowed) for row, changes in rows if changes.allowed is not None]
         if not mine:
             return
-        packed = np.stack([np.packbits(mask, bitorder="little") for _, mask in mine])
+        packed = np.stack([mask.bits for _, mask in mine])
         bits = torch.arange(8, dtype=torch.uint8, device=self._device)
         allowed = (self._to_device(packed)[:, :, None] >> bits & 1).flatten(1)[:, : scores.shape[1]].bool()
         index = self._to_device(np.array([row for row, _ in mine]))
@@ -127,40 +136,75 @@ class _DeviceIds:
         return self._copies[key]
 
 
-class _DeviceCounts:
-    """How often each token is in a reply, a row of one table for each reply with penalties. IN_CONTEXT is added for
-    tokens of the context."""
+class SlotTable(Generic[Key]):
+    """A table on the device with a row for each of the objects that were used last."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, dtype: torch.dtype, slots: int) -> None:
+        """`slots`: rows at first; it has more if more are used at once."""
         self._device = device
-        self._table = torch.empty(0, 0, device=device)
-        self._rows: weakref.WeakKeyDictionary[TokenCounts, int] = weakref.WeakKeyDictionary()
-        self._free: list[int] = []
+        self._slots: WeakKeyDictionary[Key, int] = WeakKeyDictionary()
+        """Least recently used first."""
+        self._capacity = slots
+        self.tensor = torch.empty(0, 0, dtype=dtype, device=device)
+
+    def reserve(self, rows: int, size: int) -> None:
+        """Makes room for so many objects at once, each with a row of so many numbers."""
+        if self.tensor.shape[1] == size and len(self.tensor) >= rows:
+            return
+        self._capacity = max(self._capacity, 1 << (rows - 1).bit_length())
+        self._slots.clear()
+        self.tensor = torch.zeros(self._capacity, size, dtype=self.tensor.dtype, device=self._device)
+
+    def find(self, key: Key) -> tuple[int, bool]:
+        """The row of an object, and whether it is new, so that something else may be in it."""
+        slot = self._slots.pop(key, None)
+        new = slot is None
+        if slot is None:
+            slot = next(iter(set(range(self._capacity)) - set(self._slots.values())), None)
+        if slot is None:
+            slot = self._slots.pop(next(iter(self._slots)))
+        self._slots[key] = slot
+        return slot, new
+
+
+class CountTable:
+    """How often each token is in a reply: twice the number, and 1 more for the tokens of the context."""
+
+    def __init__(self, device: torch.device, slots: int) -> None:
+        self._device = device
+        self._table: SlotTable[TokenCounts] = SlotTable(device, torch.int32, slots)
         self._counted: dict[int, int] = {}
         """By row: how many tokens of the reply are in the table."""
 
+    @property
+    def tensor(self) -> Tensor:
+        return self._table.tensor
+
+    def reserve(self, rows: int, size: int) -> None:
+        self._table.reserve(rows, size)
+
+    def find(self, counts: TokenCounts) -> tuple[int, int]:
+        """The row of a reply, and the token that is still to be counted in it, or -1. The caller counts it."""
+        slot, new = self._table.find(counts)
+        if new:
+            self._counted[slot] = 0
+            self.tensor[slot] = 0
+            self.tensor[slot, to_device(counts.context_ids, self._device)] = 1
+        missing = counts.reply_ids[self._counted[slot] :]
+        self._counted[slot] = len(counts.reply_ids)
+        if len(missing) == 1:
+            return slot, missing[0]
+        if missing:
+            twos = torch.full((1,), 2, dtype=torch.int32, device=self._device).expand(len(missing))
+            self.tensor[slot].index_add_(0, to_device(np.array(missing), self._device), twos)
+        return slot, -1
+
     def rows(self, replies: Sequence[TokenCounts], size: int) -> Tensor:
         """The counts of these replies, with the tokens since the last call."""
-        index = [self._rows[counts] if counts in self._rows else self._add(counts, size) for counts in replies]
-        new: list[int] = []
-        for row, counts in zip(index, replies, strict=True):
-            new.extend(row * size + token_id for token_id in counts.reply_ids[self._counted[row] :])
-            self._counted[row] = len(counts.reply_ids)
+        self.reserve(len(replies), size)
+        found = [self.find(counts) for counts in replies]
+        new = [(slot, token_id) for slot, token_id in found if token_id >= 0]
         if new:
-            places = to_device(np.array(new), self._device)
-            self._table.view(-1).index_add_(0, places, torch.ones(1, device=self._device).expand(len(new)))
-        return self._table[to_device(np.array(index), self._device)]
-
-    def _add(self, counts: TokenCounts, size: int) -> int:
-        if not self._free:
-            used = len(self._table)
-            more = torch.zeros(max(4, used), size, device=self._device)
-            self._table = torch.cat((self._table.view(used, size), more))
-            self._free.extend(range(used, len(self._table)))
-        row = self._free.pop()
-        self._rows[counts] = row
-        weakref.finalize(counts, self._free.append, row).atexit = False
-        self._counted[row] = 0
-        self._table[row] = 0
-        self._table[row, torch.from_numpy(counts.context_ids).to(self._device)] = IN_CONTEXT
-        return row
+            slots, ids = to_device(np.array(new).T.copy(), self._device)
+            self.tensor[slots, ids] += 2
+        return self.tensor[to_device(np.array([slot for slot, _ in found]), self._device)]

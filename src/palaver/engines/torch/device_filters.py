@@ -18,14 +18,16 @@ from palaver.engines.torch.device_changes import to_device
 REPORTED = 20
 """Alternatives in a row of results."""
 TOKEN, LOGPROB, DRAWN_LOGPROB, STATUS, LISTS = range(5)
-"""Columns of the results. After them four lists: ids and log-probabilities before filtering, and the same after it."""
+"""Columns of the results. After them four lists: ids and log-probabilities before filtering, and the same after it.
+The last column is the logarithm of the sum of the logits' exponentials."""
 DECIDED, UNDECIDED, NONE_LEFT = range(3)
-WIDTH = LISTS + 4 * REPORTED
+WIDTH = LISTS + 4 * REPORTED + 1
 
 
 def sample_rows(logits: Tensor, scores: Tensor, processors: Sequence[LogitsProcessor], reported: int) -> Tensor:
     """A row for each request: the token, its log-probability before and after all options, and the status; then four
     lists of `reported` numbers: ids and log-probabilities of the likeliest tokens before the options, and after them.
+    The last column is the logarithm of the sum of exponentials.
 
     `logits` are the model's own, `scores` those after penalties, biases and bans. A row with a NaN has the
     log-probability NaN."""
@@ -38,7 +40,8 @@ def sample_rows(logits: Tensor, scores: Tensor, processors: Sequence[LogitsProce
     last = torch.where(weights > 0, places, 0).amax(1, keepdim=True)  # the sum may be rounded down to the draw
     greedy = torch.where(settings.forced < 0, scores.argmax(1, keepdim=True), settings.forced)
     token = torch.where(settings.draws, drawn.minimum(last), greedy)
-    before, after = logits.double().log_softmax(1), (weights / total).log()
+    log_sum = logits.double().logsumexp(1, keepdim=True)
+    before, after = logits.double() - log_sum, (weights / total).log()
     count = min(reported, scores.shape[1])
     raw, own = before.topk(count, 1), scores.topk(count, 1).indices
     none_left = (scores.gather(1, token) == -torch.inf) & (settings.forced < 0)
@@ -46,7 +49,7 @@ def sample_rows(logits: Tensor, scores: Tensor, processors: Sequence[LogitsProce
     lists = (raw.indices, raw.values, own, after.gather(1, own))
     missing = (0, reported - count)
     columns = [token, before.gather(1, token), after.gather(1, token), status]
-    columns += [torch.nn.functional.pad(found.double(), missing) for found in lists]
+    columns += [*(torch.nn.functional.pad(found.double(), missing) for found in lists), log_sum]
     return torch.cat([column.double() for column in columns], 1)
 
 

@@ -5,10 +5,10 @@ The rules are those of `core/sampler.py`. Logits on the CPU are given to that sa
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Sequence
-from functools import cache, cached_property
-from types import ModuleType
-from typing import Any, TypeAlias
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
@@ -28,13 +28,17 @@ from palaver.engines.core.sampler import (
     make_step,
 )
 from palaver.engines.torch import device_filters
-from palaver.engines.torch.device_changes import DeviceChanges, to_device
+from palaver.engines.torch.cuda_graphs import Capture
+from palaver.engines.torch.device_changes import DeviceChanges, TooManyEdits
 from palaver.errors import PalaverError
 from palaver.generation import Step
 
+if TYPE_CHECKING:  # it needs Triton
+    from palaver.engines.torch.kernel_sampler import KernelSampler
+
 Array: TypeAlias = NDArray[np.float64]
 
-DEVICE_SAMPLER_VERSION = 3
+DEVICE_SAMPLER_VERSION = 4
 """Raised when the same logits, settings and seed may give another token on CUDA than before."""
 
 
@@ -45,16 +49,30 @@ def sampler_version(device: torch.device) -> int:
 class DeviceSampler:
     """Samples the logits of one runner. Holds what replies need on its device from one token to the next."""
 
-    def __init__(self, device: torch.device, on_device: bool | None = None) -> None:
-        """`on_device`: whether logits stay on the device; None: on CUDA."""
+    def __init__(
+        self, device: torch.device, on_device: bool | None = None, slots: int = 4, capture: Capture | None = None
+    ) -> None:
+        """`on_device`: whether logits stay on the device; None: on CUDA. `slots`, `capture`: as in KernelSampler."""
         self._on_device = device.type == "cuda" if on_device is None else on_device
         self.changes = DeviceChanges(device)
+        self.kernels = make_kernel_sampler(device, slots, capture)
+        """None where Triton is not installed: torch's operations sample then."""
 
     def logits(self, tensor: Tensor) -> Logits:
         """The rows of a tensor: they stay on the device, or they are numpy's."""
         if self._on_device:
             return DeviceLogits(tensor, self)
         return HostLogits(tensor.detach().float().cpu().numpy())
+
+    def sample(self, logits: Tensor, processors: Sequence[LogitsProcessor], undecided: bool = False) -> Tensor:
+        """A row of results for each row of float32 logits: see `device_filters`. `undecided`: as in KernelSampler."""
+        if self.kernels is not None:
+            try:
+                return self.kernels.sample(logits, processors, undecided)
+            except TooManyEdits:
+                pass
+        scores = self.changes.apply(logits, [one.changes() if one.is_active else None for one in processors])
+        return device_filters.sample_rows(logits, scores, processors, device_filters.REPORTED)
 
 
 class DeviceLogits:
@@ -88,69 +106,45 @@ class DeviceLogits:
     def sample(self, processors: Sequence[LogitsProcessor], next_pass: NextPass | None = None) -> list[SampledStep]:
         if next_pass is not None and self.tensor.dtype == torch.float32:
             self.tensor = self.tensor.clone()  # the next pass may overwrite it while this one is read
-        self.tensor = self.tensor.float()
-        return sample_on_device(self.tensor, processors, self._sampler.changes, load_kernels(), next_pass)
-
-
-@cache
-def load_kernels() -> ModuleType | None:
-    """None where Triton isn't installed."""
-    try:
-        from palaver.engines.torch import sampling_kernels
-    except ImportError:
-        return None
-    return sampling_kernels
-
-
-def sample_on_device(
-    logits: Tensor,
-    processors: Sequence[LogitsProcessor],
-    changes: DeviceChanges,
-    kernels: ModuleType | None,
-    next_pass: NextPass | None = None,
-) -> list[SampledStep]:
-    """With the kernels of `sampling_kernels`, or with torch's operations where there are none."""
-    scores = changes.apply(logits, [processor.changes() if processor.is_active else None for processor in processors])
-    if kernels is None:
-        results = device_filters.sample_rows(logits, scores, processors, device_filters.REPORTED)
+        self.tensor = self.tensor.float().contiguous()
+        results = self._sampler.sample(self.tensor, processors)
         table = start_copy(results)
         if next_pass is not None:
             next_pass.start(results[:, device_filters.TOKEN].long())
-        steps = _read_results(table(), processors)
-        if next_pass is not None:
-            _drop_failed(steps, next_pass)
-        return steps
-    settings = np.array([_kernel_settings(processor, kernels.MAX_TOP_K) for processor in processors], dtype=np.float64)
-    results = kernels.sample_rows(logits, scores, to_device(settings, logits.device))
-    table = start_copy(results)
-    if next_pass is not None and all(is_decided_by_kernel(processor, kernels.MAX_TOP_K) for processor in processors):
-        next_pass.start(results[:, device_filters.TOKEN].long())
-    else:
-        next_pass = None
-    return steps_from_results(table(), logits, scores, processors, kernels, next_pass)
+        return steps_from_results(table(), self.tensor, processors, self._sampler, next_pass)
+
+
+def make_kernel_sampler(device: torch.device, slots: int, capture: Capture | None) -> KernelSampler | None:
+    """None where Triton is not installed, and on devices it does not know: on the CPU it has an interpreter for
+    tests."""
+    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        return None
+    try:
+        from palaver.engines.torch.kernel_sampler import KernelSampler
+    except ImportError:
+        return None
+    return KernelSampler(device, slots, capture)
 
 
 def steps_from_results(
     table: Array,
     logits: Tensor,
-    scores: Tensor,
     processors: Sequence[LogitsProcessor],
-    kernels: ModuleType,
+    sampler: DeviceSampler,
     next_pass: NextPass | None,
 ) -> list[SampledStep]:
-    """What the kernels decided, and the rest by torch's operations. `next_pass` runs already with the kernels' tokens:
-    the rows that get another one are dropped from it."""
-    undecided = np.flatnonzero(table[:, device_filters.STATUS] == device_filters.UNDECIDED).tolist()
-    others = [row for row, own in enumerate(processors) if not is_decided_by_kernel(own, kernels.MAX_TOP_K)]
-    left = sorted({*undecided, *others})
+    """The steps of a batch, after the rows that are undecided are sampled again. `next_pass` runs already with the
+    tokens of the table: the rows that get another one are dropped from it."""
+    left = np.flatnonzero(table[:, device_filters.STATUS] == device_filters.UNDECIDED).tolist()
     if left:
-        if next_pass is not None:
-            for row in left:
-                next_pass.drop(row)
         own = [processors[row] for row in left]
-        rest = device_filters.sample_rows(logits[left], scores[left], own, device_filters.REPORTED)
+        for row, processor in zip(left, own, strict=True):
+            if next_pass is not None:
+                next_pass.drop(row)
+            if sampler.kernels is not None:
+                sampler.kernels.note_undecided(processor)
         table = table.copy()
-        table[left] = rest.cpu().numpy()
+        table[left] = sampler.sample(logits[left], own, undecided=True).cpu().numpy()
     steps = _read_results(table, processors)
     if next_pass is not None:
         _drop_failed(steps, next_pass)
@@ -177,20 +171,6 @@ def start_copy(results: Tensor) -> Callable[[], Array]:
         return table.numpy()
 
     return wait
-
-
-def is_decided_by_kernel(processor: LogitsProcessor, max_top_k: int) -> bool:
-    """The kernels know temperature, top_k up to a limit, top_p and min_p."""
-    free = not processor.has_rare_filters and processor.sampling.top_k <= max_top_k
-    return free or not processor.do_sample
-
-
-def _kernel_settings(processor: LogitsProcessor, max_top_k: int) -> tuple[float, ...]:
-    sampling, forced = processor.sampling, processor.reply.forced_id
-    if not processor.do_sample:
-        return (0, 0, 1, 0, 0, -1 if forced is None else forced)
-    top_k = min(sampling.top_k, max_top_k)
-    return (1 / sampling.temperature, top_k, sampling.top_p, sampling.min_p, processor.uniform(), -1)
 
 
 def _read_results(table: Array, processors: Sequence[LogitsProcessor]) -> list[SampledStep]:
@@ -227,7 +207,7 @@ class _BatchResults:
     def _columns(self) -> tuple[list[list[float]], tuple[list[list[Any]], ...]]:
         """Tokens, log-probabilities before and after all options; then ids and log-probabilities of the likeliest."""
         count = max(self._wanted)
-        starts = range(device_filters.LISTS, device_filters.WIDTH, device_filters.REPORTED)
+        starts = range(device_filters.LISTS, device_filters.WIDTH - 1, device_filters.REPORTED)
         lists = [self.table[:, start : start + count] for start in starts]
         lists[::2] = [ids.astype(np.int64) for ids in lists[::2]]
         columns = [device_filters.TOKEN, device_filters.LOGPROB, device_filters.DRAWN_LOGPROB]

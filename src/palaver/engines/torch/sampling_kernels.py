@@ -2,27 +2,34 @@
 
 The vocabulary is cut into blocks. The first kernel computes for each block its maximum and its sums of exponentials.
 The second one sorts the blocks that hold the likeliest tokens. The third one joins the blocks of a row and draws by
-inverse transform in vocabulary order. All sums have a fixed order, so the same logits give the same token.
+inverse transform in vocabulary order. All sums have a fixed order, so the same logits give the same token. A kernel
+before them applies penalties, biases and masks; `filter_kernels` draws where the likeliest tokens don't decide.
 """
 # mypy: disable-error-code="no-untyped-def,no-untyped-call"
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from palaver.engines.core.sampler import has_rare_filter
 from palaver.engines.torch.device_filters import REPORTED, WIDTH
+from palaver.engines.torch.filter_kernels import draw_undecided
+from palaver.sampling import Sampling
 
 BLOCK = 1024
 KEEP = 32
 """The likeliest tokens of a row that are sorted."""
 MAX_TOP_K = KEEP - 1
 """One more token is needed to tell whether there is a tie at the threshold."""
-SETTINGS = 6
-"""Numbers of a row of settings: 1 / temperature (0: greedy), top_k, top_p, min_p, the uniform number, and the forced
-token id or -1."""
+SETTINGS, BASIC_SETTINGS = 20, 7
+"""Numbers of a row of settings: see `row_settings`. Where there are neither changes nor filters, the first suffice."""
+UNIFORM, FORCED, XTC_UNIFORM, PENALTIES, COUNTS, BIAS = 4, 5, 11, 15, 18, 19
+"""The settings that change from token to token, the first of the penalties, and those that name rows of tables."""
 LOWEST = -(2**63)
 
 
@@ -135,6 +142,7 @@ def _draw(
     min_p = tl.load(mine + 3).to(tl.float32)
     uniform = tl.load(mine + 4)
     forced = tl.load(mine + 5).to(tl.int32)
+    rare = tl.load(mine + 6) > 0
 
     raw = tl.topk(tl.load(raw_keys_ptr + row * KEEP * KEEP + tl.arange(0, KEEP * KEEP)), KEEP)
     raw_ids = _key_ids(raw)
@@ -155,7 +163,7 @@ def _draw(
     masses = tl.where(tops == -infinity, 0.0, masses)
     mass = tl.sum(masses, 0)
 
-    undecided = tl.full([], 0, tl.int1)
+    undecided = rare
     lowest = tl.full([], float("-inf"), tl.float32)
     if inverse == 0:
         token = tl.min(tl.where(rank == 0, ids, 0x7FFFFFFF), 0)
@@ -167,7 +175,7 @@ def _draw(
         limit = tl.where(top_k > 0, top_k, KEEP)
         limit_value = tl.min(tl.where(rank < limit, values, infinity), 0)
         sorted_to = tl.min(values, 0)
-        undecided = (top_k > 0) & (sorted_to == limit_value) & (limit_value > -infinity)
+        undecided = rare | ((top_k > 0) & (sorted_to == limit_value) & (limit_value > -infinity))
         weights = tl.where(values >= limit_value, tl.exp((values - top) * inverse), 0.0)
         last = tl.exp((sorted_to - top) * inverse)
         total = tl.where(top_k > 0, tl.sum(weights.to(tl.float64), 0), mass)
@@ -178,7 +186,7 @@ def _draw(
             undecided = undecided | ((top_k == 0) & ((tl.sum(wide, 0) < top_p * total) | (threshold == last)))
             weights = tl.where(weights >= threshold, weights, 0.0)
         elif top_k == 0:
-            undecided = last >= min_p
+            undecided = undecided | (last >= min_p)
         weights = tl.where(weights >= min_p, weights, 0.0)
         wide = weights.to(tl.float64)
         total = tl.sum(wide, 0)
@@ -210,6 +218,7 @@ def _draw(
     tl.store(out + 1, (tl.load(logits_ptr + at) - raw_norm).to(tl.float64))
     tl.store(out + 2, drawn.to(tl.float64))
     tl.store(out + 3, status.to(tl.float64))
+    tl.store(out + WIDTH - 1, raw_norm.to(tl.float64))
     reported = rank < REPORTED
     tl.store(out + 4 + rank, raw_ids.to(tl.float64), mask=reported)
     tl.store(out + 4 + REPORTED + rank, (raw_values - raw_norm).to(tl.float64), mask=reported)
@@ -217,16 +226,223 @@ def _draw(
     tl.store(out + 4 + 3 * REPORTED + rank, after.to(tl.float64), mask=reported)
 
 
-def sample_rows(logits: Tensor, scores: Tensor, settings: Tensor) -> Tensor:
+@triton.jit(do_not_specialize=["size", "vocabulary", "mask_bytes"])
+def _change_scores(
+    logits_ptr,
+    settings_ptr,
+    counts_ptr,
+    bias_ptr,
+    masked_ptr,
+    masks_ptr,
+    edits_ptr,
+    edited_ptr,
+    edit_values_ptr,
+    scores_ptr,
+    size,
+    vocabulary,
+    mask_bytes,
+    BLOCK: tl.constexpr,
+    SETTINGS: tl.constexpr,
+    EDITS: tl.constexpr,
+):
+    """The scores of each row after penalties, edits of single tokens, biases and masks: as `LogitsChanges` computes
+    them.
+
+    A row of counts holds twice the number of times that each token is in the reply, and 1 more if it is in the context.
+    `edits`: of each row, how many edits it has; an edit adds a value to a token's score or, for ids that are negative
+    (-1 - id), makes it less likely by a factor. `masked`: of each row, its row of masks, or -1. A mask has a bit for
+    each token that is allowed."""
+    row = tl.program_id(0)
+    ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = ids < size
+    known = ids < vocabulary
+    settings = settings_ptr + row * SETTINGS
+    x = tl.load(logits_ptr + row.to(tl.int64) * size + ids, mask=inside, other=float("-inf"))
+    slot = tl.load(settings + 18).to(tl.int64)
+    if slot >= 0:
+        counts = tl.load(counts_ptr + slot * vocabulary + ids, mask=known, other=0)
+        presence = tl.load(settings + 16).to(tl.float32)
+        frequency = tl.load(settings + 17).to(tl.float32)
+        x = tl.where(counts > 0, _penalised(x, tl.load(settings + 15).to(tl.float32)), x)
+        x = tl.where(counts > 1, x - presence, x)
+        x = x - frequency * (counts >> 1).to(tl.float32)
+    for edit in range(tl.load(edits_ptr + row).to(tl.int32)):
+        token = tl.load(edited_ptr + row * EDITS + edit)
+        value = tl.load(edit_values_ptr + row * EDITS + edit)
+        x = tl.where(ids == token, x + value, x)
+        x = tl.where(ids == -1 - token, _penalised(x, value), x)
+    slot = tl.load(settings + 19).to(tl.int64)
+    if slot >= 0:
+        x += tl.load(bias_ptr + slot * vocabulary + ids, mask=known, other=0.0)
+    slot = tl.load(masked_ptr + row)
+    if slot >= 0:
+        allowed = tl.load(masks_ptr + slot * mask_bytes + ids // 8, mask=known, other=0).to(tl.int32)
+        x = tl.where((allowed >> (ids % 8)) & 1 == 1, x, float("-inf"))
+    tl.store(scores_ptr + row.to(tl.int64) * size + ids, x, mask=inside)
+
+
+@triton.jit
+def _penalised(x, penalty):
+    """Less likely by the factor `penalty`, whatever the sign of the score."""
+    factor = penalty + tl.zeros_like(x)
+    return tl.where(x > 0, tl.div_rn(x, factor), x * factor)
+
+
+@triton.jit(do_not_specialize=["vocabulary"])
+def _count_tokens(slot_ptr, token_ptr, counts_ptr, vocabulary):
+    """Adds a token to the counts of each row that has one."""
+    row = tl.program_id(0)
+    token = tl.load(token_ptr + row)
+    if token >= 0:
+        at = counts_ptr + tl.load(slot_ptr + row) * vocabulary + token
+        tl.store(at, tl.load(at) + 2)
+
+
+class ScoreChanges(NamedTuple):
+    """What changes in the logits of a batch, on the device."""
+
+    vocabulary_size: int
+    settings: Tensor
+    counts: Tensor
+    """By row of the table and token id."""
+    biases: Tensor
+    count_slots: Tensor
+    count_ids: Tensor
+    """Of each row, a token that is added to its counts first, or -1."""
+    edits: Tensor
+    edited_ids: Tensor
+    edit_values: Tensor
+    masked: Tensor
+    masks: Tensor
+
+
+def row_settings(sampling: Sampling, uniform: float = 0.0, xtc_uniform: float = 1.0) -> tuple[float, ...]:
+    """1 / temperature (0: greedy), top_k, top_p, min_p, the uniform number, the forced token id or -1; whether the
+    likeliest tokens alone can't decide; typical_p, top_a, XTC's probability, threshold and uniform number; the lowest
+    and highest dynamic temperature and its exponent; the three penalties; the rows of counts and of biases, or -1."""
+    rest = (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty, -1, -1)
+    if sampling.temperature == 0:
+        return (0, 0, 1, 0, 0, -1, 0, 1, 0, 0, 0, 1, 1, 1, 1, *rest)
+    return (
+        1 / sampling.filter_temperature,
+        sampling.top_k,
+        sampling.top_p,
+        sampling.min_p,
+        uniform,
+        -1,
+        always_needs_filters(sampling),
+        sampling.typical_p,
+        sampling.top_a,
+        sampling.xtc_probability,
+        sampling.xtc_threshold,
+        xtc_uniform,
+        sampling.dynamic_temperature(0.0),
+        sampling.dynamic_temperature(1.0),
+        sampling.dynatemp_exponent,
+        *rest,
+    )
+
+
+def filter_passes(sampling: Sampling) -> int:
+    """How many passes of `filter_kernels` complete any draw: three for each limit that is searched, one or two for each
+    of the others, and one for the draw."""
+    typical = 4 * (sampling.typical_p < 1)
+    searched = 3 * (sampling.top_k > 0) + 3 * (sampling.top_p < 1) + typical
+    others = (sampling.min_p > 0) + (sampling.top_a > 0) + (sampling.dynatemp_range > 0)
+    return searched + others + 2 * (sampling.xtc_probability > 0) + 1
+
+
+def always_needs_filters(sampling: Sampling) -> bool:
+    """Whether no draw is decided by the likeliest tokens alone."""
+    return sampling.temperature > 0 and (has_rare_filter(sampling) or sampling.top_k > MAX_TOP_K)
+
+
+def may_need_filters(sampling: Sampling) -> bool:
+    """The same of some draw, other than by a tie."""
+    wide = sampling.top_k == 0 and (sampling.top_p < 1 or sampling.min_p > 0)
+    return always_needs_filters(sampling) or (sampling.temperature > 0 and wide)
+
+
+def change_scores(logits: Tensor, changes: ScoreChanges) -> Tensor:
+    """The scores of each row after its changes, which first count a token of each reply."""
+    rows, size = logits.shape
+    scores = torch.empty_like(logits)
+    size_of_counts = changes.vocabulary_size
+    _count_tokens[(rows,)](changes.count_slots, changes.count_ids, changes.counts, size_of_counts, num_warps=1)
+    _change_scores[(rows, triton.cdiv(size, BLOCK))](
+        logits,
+        changes.settings,
+        changes.counts,
+        changes.biases,
+        changes.masked,
+        changes.masks,
+        changes.edits,
+        changes.edited_ids,
+        changes.edit_values,
+        scores,
+        size,
+        changes.vocabulary_size,
+        changes.masks.shape[1],
+        BLOCK=BLOCK,
+        SETTINGS=SETTINGS,
+        EDITS=changes.edited_ids.shape[1],
+        num_warps=4,
+        enable_fp_fusion=False,
+    )
+    return scores
+
+
+class BlockLists:
+    """Of the scores of a batch: the statistics of each block, and the likeliest tokens of the best blocks."""
+
+    def __init__(self, rows: int, size: int, device: torch.device) -> None:
+        blocks = triton.cdiv(size, BLOCK)
+        self.statistics = torch.empty(rows, blocks, 3, dtype=torch.float32, device=device)
+        self.keys = torch.empty(rows, KEEP, KEEP, dtype=torch.int64, device=device)
+        self._best = torch.empty(rows, blocks, dtype=torch.int64, device=device)
+
+    def compute(self, scores: Tensor, settings: Tensor) -> None:
+        """For the first rows."""
+        rows, size = scores.shape
+        blocks = self.statistics.shape[1]
+        _block_statistics[(rows, blocks)](
+            scores,
+            settings,
+            self.statistics,
+            self._best,
+            size,
+            blocks,
+            BLOCK=BLOCK,
+            SETTINGS=settings.shape[1],
+            num_warps=4,
+        )
+        _sort_best_blocks[(rows, KEEP)](
+            scores,
+            self._best,
+            self.keys,
+            size,
+            blocks,
+            BLOCK=BLOCK,
+            BLOCKS=_padded(blocks),
+            KEEP=KEEP,
+            LOWEST=LOWEST,
+            num_warps=4,
+        )
+
+
+def _padded(blocks: int) -> int:
+    return max(KEEP, triton.next_power_of_2(blocks))
+
+
+def sample_rows(
+    logits: Tensor, scores: Tensor, settings: Tensor, raw: BlockLists, own: BlockLists, passes: int = 0
+) -> Tensor:
     """A row of results (as in `device_filters`) for each row of float32 scores, in float64 on the same device.
 
-    `scores` may be the same tensor as `logits`. `settings`: a row of `SETTINGS` numbers each, in float64.
-    """
+    `settings`: a row of numbers each, in float64. `raw`, `own`: of the logits and of the scores, computed. `passes`: of
+    `filter_kernels`, for rows that the likeliest tokens don't decide; 0: these stay undecided."""
     rows, size = logits.shape
-    blocks = triton.cdiv(size, BLOCK)
-    padded_blocks = max(KEEP, triton.next_power_of_2(blocks))
-    raw = _Lists(logits, settings, blocks, padded_blocks)
-    own = raw if scores is logits else _Lists(scores, settings, blocks, padded_blocks)
+    blocks = own.statistics.shape[1]
     results = torch.empty(rows, WIDTH, dtype=torch.float64, device=logits.device)
     _draw[(rows,)](
         logits,
@@ -240,37 +456,13 @@ def sample_rows(logits: Tensor, scores: Tensor, settings: Tensor) -> Tensor:
         size,
         blocks,
         BLOCK=BLOCK,
-        BLOCKS=padded_blocks,
+        BLOCKS=_padded(blocks),
         KEEP=KEEP,
         REPORTED=REPORTED,
-        SETTINGS=SETTINGS,
+        SETTINGS=settings.shape[1],
         WIDTH=WIDTH,
         num_warps=8,
     )
+    if passes:
+        draw_undecided(logits, scores, settings, own.statistics, results, passes)
     return results
-
-
-class _Lists:
-    """The statistics of each block of a row, and its sorted blocks."""
-
-    def __init__(self, scores: Tensor, settings: Tensor, blocks: int, padded_blocks: int) -> None:
-        rows, size = scores.shape
-        device = scores.device
-        self.statistics = torch.empty(rows, blocks, 3, dtype=torch.float32, device=device)
-        self.keys = torch.empty(rows, KEEP, KEEP, dtype=torch.int64, device=device)
-        best = torch.empty(rows, blocks, dtype=torch.int64, device=device)
-        _block_statistics[(rows, blocks)](
-            scores, settings, self.statistics, best, size, blocks, BLOCK=BLOCK, SETTINGS=SETTINGS, num_warps=4
-        )
-        _sort_best_blocks[(rows, KEEP)](
-            scores,
-            best,
-            self.keys,
-            size,
-            blocks,
-            BLOCK=BLOCK,
-            BLOCKS=padded_blocks,
-            KEEP=KEEP,
-            LOWEST=LOWEST,
-            num_warps=4,
-        )

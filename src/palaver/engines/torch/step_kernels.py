@@ -121,6 +121,15 @@ def _advance(results_ptr, sampled_ptr, id_ptr, position_ptr, rotary_ptr, live_pt
     tl.store(rotary_ptr + row, tl.load(rotary_ptr + row) + live)
 
 
+@triton.jit
+def _replace_tokens(results_ptr, sampled_ptr, id_ptr, live_ptr, WIDTH: tl.constexpr):
+    """As `_advance`, for rows that have moved on already."""
+    row = tl.program_id(0)
+    token = tl.load(results_ptr + row * WIDTH).to(tl.int64)
+    tl.store(sampled_ptr + row, token)
+    tl.store(id_ptr + row, token * tl.load(live_ptr + row))
+
+
 @triton.jit(do_not_specialize=["size", "table_size", "rows"])
 def _load_rows(
     new_ptr,
@@ -877,6 +886,11 @@ def embed(
 def advance(results: Tensor, sampled: Tensor, inputs: Mapping[str, Tensor], rows: int) -> None:
     columns = (inputs[name] for name in ("token", "position", "rotary", "live"))
     _advance[(rows,)](results, sampled, *columns, WIDTH=results.shape[1], num_warps=1)
+
+
+def replace_tokens(results: Tensor, sampled: Tensor, inputs: Mapping[str, Tensor]) -> None:
+    rows, width = results.shape
+    _replace_tokens[(rows,)](results, sampled, inputs["token"], inputs["live"], WIDTH=width, num_warps=1)
 
 
 def load_rows(new: Tensor, sampled: Tensor, table: Tensor, settings: Tensor) -> None:

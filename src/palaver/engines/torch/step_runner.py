@@ -20,18 +20,11 @@ from palaver.engines.core.request import SequenceState
 from palaver.engines.core.runner import UnsupportedModel
 from palaver.engines.core.sampler import Logits, NextPass, SampledStep
 from palaver.engines.core.speculation import MAX_ROWS
-from palaver.engines.torch import sampling_kernels
 from palaver.engines.torch.batch import ForwardBatch, SequenceChunk, build_batch, sequence_chunk
 from palaver.engines.torch.cuda_graphs import CudaGraphCapture
 from palaver.engines.torch.cuda_step import DecoderStep, StepRow
-from palaver.engines.torch.device_changes import to_device
-from palaver.engines.torch.device_sampler import (
-    DeviceLogits,
-    DeviceSampler,
-    is_decided_by_kernel,
-    start_copy,
-    steps_from_results,
-)
+from palaver.engines.torch.device_changes import TooManyEdits, to_device
+from palaver.engines.torch.device_sampler import DeviceLogits, DeviceSampler, start_copy, steps_from_results
 from palaver.engines.torch.devices import TensorLayout, TorchThreads
 from palaver.engines.torch.model_runner import Forward, TorchRunner
 from palaver.engines.torch.step_weights import StepModel
@@ -63,7 +56,7 @@ class SampledRows(NamedTuple):
 
 class SampledLogits:
     """The logits of a step that has sampled, by the settings of the replies alone. Where a reply now wants something
-    else, such as a mask, its row is sampled again."""
+    else, such as a mask, the rows are sampled again."""
 
     def __init__(
         self,
@@ -71,12 +64,15 @@ class SampledLogits:
         sampler: DeviceSampler,
         results: Callable[[], NDArray[np.float64]],
         rows: Sequence[int],
+        sample_again: Callable[[Sequence[LogitsProcessor | None]], Tensor],
     ) -> None:
-        """`rows` of the tensor and of the results."""
+        """`rows` of the tensor and of the results. `sample_again`: with the options of all rows of the step, None for
+        those that don't matter; the step goes on with these tokens."""
         self._tensor = tensor
         self._sampler = sampler
         self._results = results
         self._rows = rows
+        self._sample_again = sample_again
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -86,7 +82,8 @@ class SampledLogits:
         return DeviceLogits(self._tensor[at : at + 1], self._sampler)
 
     def select(self, rows: Sequence[int]) -> SampledLogits:
-        return SampledLogits(self._tensor, self._sampler, self._results, [self._rows[row] for row in rows])
+        own = [self._rows[row] for row in rows]
+        return SampledLogits(self._tensor, self._sampler, self._results, own, self._sample_again)
 
     def joined(self, others: Sequence[Logits]) -> DeviceLogits:
         return self.copy().joined(others)
@@ -99,16 +96,29 @@ class SampledLogits:
         return len(self._rows) * self._tensor[:1].nbytes
 
     def sample(self, processors: Sequence[LogitsProcessor], next_pass: NextPass | None = None) -> list[SampledStep]:
-        if not all(map(_is_plain, processors)):
-            return self.copy().sample(processors, next_pass)
+        results = self._results
+        if not all(map(self._is_decided, processors)):
+            everyone: list[LogitsProcessor | None] = [None] * len(self._tensor)
+            for row, processor in zip(self._rows, processors, strict=True):
+                everyone[row] = processor
+            try:
+                results = start_copy(self._sample_again(everyone))
+            except TooManyEdits:
+                return self.copy().sample(processors, next_pass)
         in_order = self._in_order
         overwritten = next_pass is not None and any(processor.do_sample for processor in processors)
         logits = self._copy_rows() if overwritten or not in_order else self._tensor  # for what is left undecided
         if next_pass is not None:
             next_pass.start(SampledRows(self._rows, in_order))
-        table = self._results()
+        table = results()
         table = table if in_order else table[list(self._rows)]
-        return steps_from_results(table, logits, logits, processors, sampling_kernels, next_pass)
+        return steps_from_results(table, logits, processors, self._sampler, next_pass)
+
+    def _is_decided(self, processor: LogitsProcessor) -> bool:
+        """Whether the step has sampled the next token, from the logits and the settings that it knows."""
+        kernels = self._sampler.kernels
+        free = not processor.is_active and processor.reply.forced_id is None
+        return free and (kernels is None or not kernels.needs_filters(processor))
 
     @property
     def _in_order(self) -> bool:
@@ -118,14 +128,8 @@ class SampledLogits:
 
     def _copy_rows(self) -> Tensor:
         if self._in_order:
-            return self._tensor.clone()
+            return self._tensor.clone(memory_format=torch.contiguous_format)
         return self._tensor[to_device(np.array(self._rows), self._tensor.device)]
-
-
-def _is_plain(processor: LogitsProcessor) -> bool:
-    """Whether the next token follows from the logits and the settings that a step knows."""
-    free = not processor.is_active and processor.reply.forced_id is None
-    return free and is_decided_by_kernel(processor, sampling_kernels.MAX_TOP_K)
 
 
 class StepRunner(TorchRunner):
@@ -146,6 +150,9 @@ class StepRunner(TorchRunner):
         exact. `speculate`: whether drafts are verified; the step gives the same bits for any number of rows."""
         super().__init__(forward, layout, cache_bytes, context_length, threads, run_ahead=run_ahead, **options)
         self._step = step
+        self._sampler = DeviceSampler(layout.device, True, step.max_rows, step.capture)
+        if self._sampler.kernels is not None and step.capture is not None:
+            self._sampler.kernels.compile(step.last_logits(1), step.model.vocabulary_size)
         self._repeated: Sequence[SequenceState] = ()
         self._room = 0
         """The sequences of the last step, one a row, and for how many more tokens their slots have room."""
@@ -214,7 +221,7 @@ class StepRunner(TorchRunner):
         for sequence in sequences:
             sequence.computed_tokens += 1
         self.forward_seconds += time.thread_time() - began
-        return SampledLogits(logits, self._sampler, copied, range(len(rows)))
+        return SampledLogits(logits, self._sampler, copied, range(len(rows)), self._sample_again)
 
     @staticmethod
     def _step_row(sequence: SequenceState, chunk: SequenceChunk) -> StepRow:
@@ -233,7 +240,7 @@ class StepRunner(TorchRunner):
         for sequence in sequences:
             sequence.computed_tokens += 1
         self.forward_seconds += time.thread_time() - began
-        return SampledLogits(logits, self._sampler, copied, range(len(sequences)))
+        return SampledLogits(logits, self._sampler, copied, range(len(sequences)), self._sample_again)
 
     def _drop_decode_batch(self) -> None:
         super()._drop_decode_batch()
@@ -279,7 +286,17 @@ class StepRunner(TorchRunner):
         self._repeated = list(sequences) if single else ()
         self._room = min(row.chunk.pool.capacity - row.chunk.start - 1 for row in rows) if single else 0
         self.forward_seconds += time.thread_time() - began
-        return SampledLogits(logits, self._sampler, copied, range(len(rows)) if single else places)
+        own = range(len(rows)) if single else places
+        return SampledLogits(logits, self._sampler, copied, own, self._sample_again)
+
+    def _sample_again(self, processors: Sequence[LogitsProcessor | None]) -> Tensor:
+        """Samples all rows of the last step by all options of their replies."""
+        if self._sampler.kernels is None:
+            raise TooManyEdits
+        step, count = self._step, len(processors)
+        logits = step.last_logits(count)
+        everyone = [*processors, *[None] * (len(logits) - count)]
+        return self._sampler.kernels.replay(logits, step.lists, everyone, step.replace_tokens)[:count]
 
 
 def build_step(
