@@ -104,6 +104,7 @@ def test_an_adapter_is_applied_by_llama_cpp(tmp_path: Path) -> None:
         refused = run("ask", "Hi", "-m", model, "--adapter", adapter, *flags)
         assert (refused.exit_code, refused.stderr.count("\n")) == (2, 1)
         assert "--adapter" in refused.stderr
+        assert "needs --engine llamacpp" in refused.stderr
     refused = run("ask", "Hi", "-m", model, "--adapter", folder)
     assert "A GGUF file takes an adapter in a GGUF file" in refused.stderr
 

@@ -202,10 +202,11 @@ def check_engine_options(model: ResolvedModel, loading: LoadOptions) -> str:
         ("the bits of quantised weights", model.quantize_bits, (TORCH, DIFFUSION)),
     ):
         if value is not None and engine not in engines:
-            kind = engines[0]
-            chosen = kind in (file_kind(model), COMPILED, VLLM)
+            own = file_kind(model)
+            kind = own if own in engines else engines[0]
+            chosen = kind in (own, COMPILED, VLLM)
             why = f"needs --engine {kind}" if chosen else f"is for {ENGINE_FILES[kind]}"
-            raise BadParameter(name, value, why)
+            raise BadParameter(name, str(value) if isinstance(value, Path) else value, why)
     return engine
 
 
