@@ -82,19 +82,24 @@ SAMPLED: dict[str, Any] = {"temperature": 1.0, "seed": 11, "max_tokens": 60}
         {"logprobs": True, "top_logprobs": 2},
         {"return_token_ids": True},
         {"reasoning_format": "none"},
-        {"response_prefix": "<think>\nOne moment", "return_token_ids": True},
+        {"response_prefix": "<think>\nOne moment", "return_token_ids": True, "max_tokens": 90},
+        pytest.param(
+            {"response_prefix": "<think>\nOne moment", "return_token_ids": True, "max_tokens": 20},
+            marks=pytest.mark.xfail(strict=True, reason="max_tokens counts the prefix of a stored reply, too"),
+        ),
         {"n": 3, "logprobs": True, "return_token_ids": True},
         {"include_reasoning": False, "stop": ["4"]},
     ],
     ids=lambda fields: next(iter(fields)),
 )
 def test_a_reply_in_a_conversation_is_told_as_one_without(http: httpx.Client, fields: dict[str, Any]) -> None:
-    plain = http.post(CHAT, json={"messages": SUM, **SAMPLED, **fields}).json()
-    landed = land(http, "new", SUM, **SAMPLED, **fields)
+    fields = {**SAMPLED, **fields}
+    plain = http.post(CHAT, json={"messages": SUM, **fields}).json()
+    landed = land(http, "new", SUM, **fields)
     assert whole(landed) == whole(plain)
     assert landed.get("prompt_token_ids") == plain.get("prompt_token_ids")
     assert landed["usage"]["completion_tokens"] == plain["usage"]["completion_tokens"]
-    body = {"messages": SUM, **SAMPLED, **fields, "metadata": {"conversation": "new"}, "stream": True}
+    body = {"messages": SUM, **fields, "metadata": {"conversation": "new"}, "stream": True}
     events = chunks(http.post(CHAT, json=body).text)
     for choice in plain["choices"]:
         own = [c for event in events for c in event["choices"] if c["index"] == choice["index"]]
