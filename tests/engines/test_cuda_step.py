@@ -17,7 +17,7 @@ from palaver.engines.core.rng import UniformStream, uniform  # noqa: E402
 from palaver.engines.core.runner import UnsupportedModel  # noqa: E402
 from palaver.engines.torch import device_filters, mxfp4, sampling_kernels  # noqa: E402
 from palaver.engines.torch.batch import build_batch, sequence_chunk  # noqa: E402
-from palaver.engines.torch.cuda_step import MIN_PROMPT_TOKENS, DecoderStep, MixedCosts, StepRow  # noqa: E402
+from palaver.engines.torch.cuda_step import MIN_PROMPT_TOKENS, SHORT_CHUNK, DecoderStep, MixedCosts, StepRow  # noqa: E402
 from palaver.engines.torch.devices import TensorLayout, TensorMemory  # noqa: E402
 from palaver.engines.torch.library_decoder import LibraryDecoder, kv_layout  # noqa: E402
 from palaver.engines.torch.plain_decoder import FusedDecoder, PlainDecoder  # noqa: E402
@@ -311,8 +311,10 @@ def test_rows_take_the_tokens_of_other_rows() -> None:
 @pytest.mark.usefixtures("greedy")
 @torch.inference_mode()
 @pytest.mark.parametrize("name", [None, "gemma3", "gpt_oss_mxfp4", "mixed_moe"])
-def test_prompts_beside_rows(name: str | None) -> None:
-    """One pass computes the next token of a reply, the end of one prompt with its last token, and parts of others."""
+@pytest.mark.parametrize("begun", [5, SHORT_CHUNK + 5])
+def test_prompts_beside_rows(name: str | None, begun: int) -> None:
+    """One pass computes the next token of a reply, the end of one prompt with its last token, and parts of others. Few
+    tokens are computed as rows are."""
     case = Case(True, name=name)
     reply, expected_reply = case.torch_logits(40)
     _, expected = case.torch_logits(LENGTH)
@@ -322,14 +324,14 @@ def test_prompts_beside_rows(name: str | None) -> None:
     rows = [StepRow(sequence_chunk(slot, n - 1, IDS[n - 1 : n]), GREEDY, 5, 3) for slot, n in last]
     chunks = [
         sequence_chunk(ends, 65, IDS[65 : LENGTH - 1]),
-        sequence_chunk(begins, 0, IDS[:5]),
+        sequence_chunk(begins, 0, IDS[:begun]),
         sequence_chunk(goes_on, 60, IDS[60 : LENGTH - 1]),
     ]
     logits = case.step.run(rows, prompts=chunks)[0].clone()
     assert torch.allclose(logits[0], expected_reply, atol=error)
     assert torch.allclose(logits[1], expected, atol=error)
-    logits = case.decode((begins, 6), (goes_on, LENGTH))
-    assert torch.allclose(logits[0], case.torch_logits(6)[1], atol=error)
+    logits = case.decode((begins, begun + 1), (goes_on, LENGTH))
+    assert torch.allclose(logits[0], case.torch_logits(begun + 1)[1], atol=error)
     assert torch.allclose(logits[1], expected, atol=error)
 
 

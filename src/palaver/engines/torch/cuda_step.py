@@ -36,6 +36,9 @@ from palaver.sampling import Sampling
 
 MIXED_ROWS = (128, 256, 512, 1024)
 """Numbers of rows of mixed steps with a graph: first all rows of a step, used or not, then those of prompts."""
+SHORT_CHUNK = 32
+"""Tokens of prompts that a step computes as it does its own rows: the end of a prompt that a mixed step had no room for
+would otherwise cost a pass of 128 rows."""
 MIN_PROMPT_TOKENS = 64
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
 """Numbers of rows with a graph; the rest of a graph's rows are padding."""
@@ -153,7 +156,9 @@ class DecoderStep:
         self._pdl = pdl
         self.max_rows = max_rows
         self._buckets = [rows for rows in BUCKETS if rows < max_rows] + [max_rows]
-        self.mixed_rows = [rows for rows in MIXED_ROWS if rows >= 2 * max_rows] or [4 * max_rows]
+        self._short_rows = max_rows + SHORT_CHUNK
+        larger = [rows for rows in MIXED_ROWS if rows >= 2 * max_rows and rows > self._short_rows] or [4 * max_rows]
+        self.mixed_rows = [self._short_rows, *larger]
         most_rows = self.mixed_rows[-1]
         self._table = torch.zeros(len(FIELDS), most_rows, dtype=torch.int64, device=self.device)
         self.inputs = dict(zip(FIELDS, self._table, strict=True))
@@ -167,13 +172,15 @@ class DecoderStep:
         self._table[3:6] = torch.tensor(self._unused_address, device=self.device)[:, None]
         self._buffers = StepBuffers(model, max_rows, lambda projection: projection.tile, shared)
         self._mixed_buffers = {
-            rows: StepBuffers(model, rows, methodcaller("prefill_tile", rows), shared) for rows in self.mixed_rows
+            rows: StepBuffers(model, rows, methodcaller("prefill_tile", rows), shared) for rows in larger
         }
+        short = StepBuffers(model, self._short_rows, lambda projection: projection.tile, shared)
+        self._mixed_buffers[self._short_rows] = short
         self._logits = torch.zeros(max_rows, model.head.outputs, device=self.device)
         self.lists = sampling_kernels.BlockLists(max_rows, model.head.outputs, self.device)
         """Of the last step's logits."""
         most = max(p.outputs * p.split for layer in self.layers for p in layer.projections)
-        row_tiles = -(-max_rows // ROWS)
+        row_tiles = -(-self._short_rows // ROWS)
         self._partials = torch.zeros(most * row_tiles * ROWS, device=self.device)
         self._counters = torch.zeros(most // 64 * row_tiles, dtype=torch.int32, device=self.device)
         self._capacity = 0
@@ -217,11 +224,11 @@ class DecoderStep:
         prompt may be a row.
         """
         count = len(rows)
-        self._prepare(rows)
+        total = self._mixed_size(self.max_rows + sum(len(chunk.ids) for chunk in prompts)) if prompts else 0
+        self._prepare(rows, prompts if total == self._short_rows else ())
         self._load_rows(rows, sources, prompts)
         if prompts:
-            total = self.max_rows + sum(len(chunk.ids) for chunk in prompts)
-            logits, results = self._replay(self.max_rows, self._mixed_size(total))
+            logits, results = self._replay(self.max_rows, total)
         else:
             logits, results = self._replay(self._bucket(count))
         self._count = count
@@ -246,9 +253,10 @@ class DecoderStep:
         """Without padding."""
         return logits[:rows, : self.model.vocabulary_size]
 
-    def _prepare(self, rows: Sequence[StepRow]) -> None:
-        """Makes room for the attention of these rows."""
-        self._longest = max((row.chunk.start for row in rows), default=0)
+    def _prepare(self, rows: Sequence[StepRow], prompts: Sequence[SequenceChunk] = ()) -> None:
+        """Makes room for the attention of these rows, and of prompts that are computed as rows are."""
+        ends = (chunk.start + len(chunk.ids) - 1 for chunk in prompts)
+        self._longest = max((*(row.chunk.start for row in rows), *ends), default=0)
         if self._longest >= self._capacity:
             self._reserve(2 * self._longest)
 
@@ -272,14 +280,16 @@ class DecoderStep:
 
     def _mixed_size(self, rows: int) -> int:
         """Of all rows of a mixed step."""
-        return rows if self.capture is None else next(size for size in self.mixed_rows if size >= rows)
+        if self.capture is None:
+            return max(rows, self._short_rows)
+        return next(size for size in self.mixed_rows if size >= rows)
 
     def _reserve(self, tokens: int) -> None:
         """Makes room for the attention over so many tokens. Graphs are captured again."""
         self._capacity = tokens
         self._entries = -(-tokens // step_kernels.TILE)
         heads = self._heads
-        entries = self.max_rows * heads.kv_heads * self._entries * heads.padded_group
+        entries = self._short_rows * heads.kv_heads * self._entries * heads.padded_group
         self._graphs.clear()
         self._tiles = torch.empty(entries * heads.size, device=self.device)
         self._tile_sums = torch.empty(entries * 2, device=self.device)
@@ -463,6 +473,9 @@ class DecoderStep:
         model, gain = self.model, self.layers[0].input_gain
         outputs = (buffers.hidden[rows:], buffers.scaled[rows:], buffers.down_squares[rows:])
         step_kernels.embed(inputs, None, model.embedding, gain, *outputs, model.embedding_scale)
+        if total == self._short_rows:
+            self._compute_short_layers(buffers)
+            return
         for index, layer in enumerate(self.layers):
             self._linear(layer.qkv, buffers.scaled, buffers.qkv, squares=buffers.down_squares, prefill=True)
             self._rotate_and_write(layer, index, inputs, buffers.qkv[rows:])
@@ -472,6 +485,19 @@ class DecoderStep:
             else:
                 self._attend_prefill(layer, index, inputs, buffers.qkv[rows:], buffers.attended[rows:], blocks)
                 self._finish_layer(index, buffers, self.inputs, prefill=True)
+
+    def _compute_short_layers(self, buffers: StepBuffers) -> None:
+        """The same for a few tokens of prompts, which are computed as the rows are."""
+        total, last = self._short_rows, len(self.layers) - 1
+        for index, layer in enumerate(self.layers):
+            self._linear(layer.qkv, buffers.scaled, buffers.qkv, squares=buffers.down_squares, rows=total)
+            self._rotate_and_write(layer, index, self.inputs, buffers.qkv)
+            if index == last:
+                self._attend(layer, index, self._buffers, self.max_rows, rotated=True)
+                self._finish_layer(index, self._buffers, self.inputs, rows=self.max_rows)
+            else:
+                self._attend(layer, index, buffers, total, rotated=True)
+                self._finish_layer(index, buffers, self.inputs, rows=total)
 
     def _buffers_of(self, total: int) -> StepBuffers:
         """Of a mixed step. Without graphs it has any number of rows."""

@@ -22,7 +22,7 @@ from palaver.engines.core.sampler import Logits, NextPass, SampledStep
 from palaver.engines.core.speculation import MAX_ROWS
 from palaver.engines.torch.batch import ForwardBatch, SequenceChunk, build_batch, sequence_chunk
 from palaver.engines.torch.cuda_graphs import CudaGraphCapture
-from palaver.engines.torch.cuda_step import DecoderStep, StepRow
+from palaver.engines.torch.cuda_step import SHORT_CHUNK, DecoderStep, StepRow
 from palaver.engines.torch.device_changes import TooManyEdits, to_device
 from palaver.engines.torch.device_sampler import DeviceLogits, DeviceSampler, start_copy, steps_from_results
 from palaver.engines.torch.devices import TensorLayout, TorchThreads
@@ -341,6 +341,7 @@ class StepProbe:
             lambda: self._decode([(slot, last)])[0],
             lambda: self._decode([(self._prefill([last]), last)])[0],
             lambda: self._decode_with_prompt([], last // 2)[0],
+            lambda: self._decode_with_prompt([], last - SHORT_CHUNK)[0],
         ):
             error = float((compute() - expected).norm() / expected.norm())
             if not error <= most:
@@ -354,8 +355,9 @@ class StepProbe:
         in_chunks = self._prefill([7, last - 9, 1, 1])
         others = [(self._prefill([3]), 3), (self._prefill([20]), 20)]
         beside = self._decode([others[0], (in_chunks, last), others[1]])[1].clone()
-        with_prompt = self._decode_with_prompt(others[:1], last // 2)[1]
-        return torch.equal(alone, beside) and torch.equal(alone, with_prompt)
+        with_prompt = self._decode_with_prompt(others[:1], last // 2)[1].clone()
+        with_its_end = self._decode_with_prompt(others[:1], last - SHORT_CHUNK)[1]
+        return all(torch.equal(alone, other) for other in (beside, with_prompt, with_its_end))
 
     def verifies_drafts(self) -> bool:
         """Whether tokens of one text have the bits in one step that they have one by one."""
