@@ -49,7 +49,9 @@ print([name for name in ("torch", "transformers", "sqlalchemy", "pydantic") if n
 RECORD = """
 import os, sys
 
-NAMES = ("torch", "transformers", "xllamacpp", "palaver.cli", "palaver.engines.llamacpp.engine")
+NAMES = (
+    "torch", "transformers", "xllamacpp", "palaver.cli", "palaver.engines.llamacpp.engine", "palaver.engines.mlx.engine"
+)
 
 def record(event, arguments):
     if event == "import" and arguments[0] in NAMES:
@@ -86,12 +88,22 @@ def test_llamacpp_needs_neither_in_any_process(tmp_path: Path) -> None:
     assert len(set(imports.values())) == 2, "the engine has a process of its own"
 
 
+def test_mlx_needs_neither_in_any_process(tmp_path: Path) -> None:
+    """mlx-lm imports transformers for tokenizers that Palaver doesn't use."""
+    pytest.importorskip("mlx_lm", reason="NOTHING IS SHOWN HERE: mlx-lm is not installed")
+    imports = imported_for("sprout", tmp_path, "--engine", "mlx")
+    assert set(imports) == {"palaver.cli", "palaver.engines.mlx.engine"}
+
+
 def imported_for_gguf(folder: Path, *flags: str) -> dict[str, str]:
-    """Which of some modules are imported to answer with a GGUF file, and in which process."""
-    file = convert_qwen3(resolve_folder("sprout"), folder / "sprout.gguf")
+    return imported_for(str(convert_qwen3(resolve_folder("sprout"), folder / "sprout.gguf")), folder, *flags)
+
+
+def imported_for(model: str, folder: Path, *flags: str) -> dict[str, str]:
+    """Which of some modules are imported to answer with a model, and in which process."""
     (folder / "sitecustomize.py").write_text(RECORD)
     search = os.pathsep.join(filter(None, (str(folder), str(SOURCES), os.environ.get("PYTHONPATH"))))
-    command = [sys.executable, "-m", "palaver", "ask", "What is 12 + 30?", "--model", str(file), "--device", "cpu"]
+    command = [sys.executable, "-m", "palaver", "ask", "What is 12 + 30?", "--model", model, "--device", "cpu"]
     command += ["--set", "temperature=0", *flags]
     environment = os.environ | {"PYTHONPATH": search, "PALAVER_IMPORTS": str(folder / "imports")}
     done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, env=environment)

@@ -4,6 +4,7 @@ loaded."""
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import platform
@@ -12,11 +13,13 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any, cast
 
 from palaver.engines.core.checkpoint import Checkpoint, has_processor, read_json
 from palaver.errors import BadParameter, BrokenModel, UnsafeWeights, UnsupportedContent
 
+PACKAGE, TOKENIZERS = "mlx_lm", "mlx_lm.tokenizer_utils"
 INSTALL = "pip install 'palaver[mlx]'"
 INSTALL_VISION = "pip install 'palaver[mlx-vision]'"
 MAX_HEADER = 100_000_000
@@ -82,12 +85,40 @@ def _file_limit() -> Iterator[None]:
         resource.setrlimit = set_limit
 
 
+@contextmanager
+def _without_tokenizers() -> Iterator[None]:
+    """mlx-lm imports transformers for its tokenizers, which takes longer than to load a small model. Its model code
+    needs neither: it is imported under an empty package, with tokenizers that are imported when they are used."""
+    if PACKAGE in sys.modules:
+        yield
+        return
+    spec = importlib.util.find_spec(PACKAGE)
+    assert spec is not None
+    assert spec.submodule_search_locations is not None
+    package, tokenizers = ModuleType(PACKAGE), ModuleType(TOKENIZERS)
+    package.__path__, package.__spec__ = list(spec.submodule_search_locations), spec
+    vars(tokenizers).update(TokenizerWrapper=object, load=_load_tokenizer)
+    stand_ins = {PACKAGE: package, TOKENIZERS: tokenizers}
+    sys.modules.update(stand_ins)
+    try:
+        yield
+    finally:
+        for name, module in stand_ins.items():
+            if sys.modules.get(name) is module:
+                del sys.modules[name]
+
+
+def _load_tokenizer(*arguments: Any, **options: Any) -> Any:
+    return importlib.import_module(TOKENIZERS).load(*arguments, **options)
+
+
 def import_mlx() -> None:
     """Imports mlx-lm. Raises BrokenModel where it isn't installed."""
     if not is_installed():
         raise BrokenModel(f"MLX models take the Python packages mlx and mlx-lm, which aren't installed: {INSTALL}")
-    with _file_limit():
-        import mlx_lm  # noqa: F401
+    with _file_limit(), _without_tokenizers():
+        import mlx_lm.models.cache
+        import mlx_lm.utils  # noqa: F401
 
 
 def check_dtype(dtype: str | None) -> None:
@@ -101,7 +132,8 @@ def load_module(checkpoint: Checkpoint, dtype: str | None, adapter: Path | None 
     from mlx_lm.utils import load_model
 
     try:
-        module, _ = load_model(checkpoint.folder, model_config=config_changes(checkpoint.config))
+        with _without_tokenizers():
+            module, _ = load_model(checkpoint.folder, model_config=config_changes(checkpoint.config))
         if dtype is not None:
             module.set_dtype(getattr(mx, dtype))
         mx.eval(module.parameters())
