@@ -139,7 +139,7 @@ def test_an_edited_reply_can_be_continued(page: Page, sprout: Served, api: httpx
 def test_stop_reload_continue_is_the_reply_that_was_not_stopped(page: Page, sprout: Served, api: httpx.Client) -> None:
     """With a seed, so that the uncut reply can be had beside it; long, so that nobody is too late to stop it."""
     question = "Write a list of animals."
-    parameters = {"seed": 11, "min_tokens": 800, "max_tokens": 800}
+    parameters = {"seed": 11, "min_tokens": 4000, "max_tokens": 4000}
     made = api.post("/api/conversations", json={"parameters": parameters}).json()["id"]
     message = {"role": "user", "parts": [{"type": "text", "text": question}]}
     said = api.post(f"/api/conversations/{made}/say", json={"parent": None, "message": message}).json()

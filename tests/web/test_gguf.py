@@ -59,7 +59,7 @@ def test_a_reply_that_was_stopped_in_its_thought_goes_on_as_the_uncut_one(
 ) -> None:
     replies = []
     for stops in (False, True):
-        open_thinker(page, sprout, api, 600)
+        open_thinker(page, sprout, api, 4000)
         ask(page, QUESTION)
         if stops:
             page.get_by_role("button", name="Stop", exact=True).click()
@@ -104,7 +104,7 @@ def test_a_reload_and_a_second_tab_show_the_same_running_reply(page: Page, sprou
 def test_a_reply_goes_on_after_the_server_was_killed(page: Page, sprout: Served, api: httpx.Client) -> None:
     replies = []
     for kills in (False, True):
-        open_thinker(page, sprout, api, 700)
+        open_thinker(page, sprout, api, 4000)
         ask(page, "Write a list of birds.")
         if kills:
             page.get_by_role("button", name="Stop", exact=True).wait_for()
