@@ -24,6 +24,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -92,13 +93,25 @@ async def stream(engine: Engine, prompt: Prompt, sampling: Sampling) -> tuple[fl
     return first, tokens
 
 
-async def measure(engine: Engine, prompts: list[Prompt], sampling: Sampling) -> tuple[float, float]:
-    """Tokens a second of all prompts at once, and the median of the first token of each alone, in milliseconds."""
+async def measure(engine: Engine, prompts: list[Prompt], sampling: Sampling, seconds: float) -> tuple[float, float]:
+    """Tokens a second of as many streams as there are prompts, each of which asks again and again, and the median of
+    the first token of each prompt alone, in milliseconds. Without `seconds` each asks once, all at the same moment."""
     firsts = [(await stream(engine, prompt, Sampling(temperature=0, max_tokens=4)))[0] for prompt in prompts]
-    begun = time.perf_counter()
-    found = await asyncio.gather(*(stream(engine, prompt, sampling) for prompt in prompts))
-    seconds = time.perf_counter() - begun
-    return sum(tokens for _, tokens in found) / seconds, statistics.median(firsts) * 1e3
+    begun, tokens = time.perf_counter(), 0
+
+    async def work(prompt: Prompt) -> None:
+        nonlocal tokens
+        while True:
+            async with engine.generate(prompt, sampling) as outputs:
+                async for output in outputs:
+                    tokens += isinstance(output, Step)
+                    if seconds and time.perf_counter() - begun > seconds:
+                        return
+            if not seconds:
+                return
+
+    await asyncio.gather(*map(work, prompts))
+    return tokens / (time.perf_counter() - begun), statistics.median(firsts) * 1e3
 
 
 async def overhead(rounds: int) -> None:
@@ -110,7 +123,9 @@ async def overhead(rounds: int) -> None:
         for n in range(8)
     ]
     prompts = [here.prompt(request) for request in requests]
-    print("sprout")
+    print("sprout, replies of 200 tokens again and again")
+    await compare(here.engine, there.engine, prompts, replace(sampling, min_tokens=200), rounds, seconds=4)
+    print("sprout, its short replies, all at the same moment")
     await compare(here.engine, there.engine, prompts, sampling, rounds)
     await here.engine.close()
     await there.engine.close()
@@ -121,11 +136,13 @@ async def overhead(rounds: int) -> None:
         await compare(paced, engine, prompts, Sampling(temperature=0, max_tokens=len(SCRIPT)), rounds)
 
 
-async def compare(here: Engine, there: Engine, prompts: list[Prompt], sampling: Sampling, rounds: int) -> None:
+async def compare(
+    here: Engine, there: Engine, prompts: list[Prompt], sampling: Sampling, rounds: int, seconds: float = 0
+) -> None:
     figures: dict[str, list[tuple[float, float]]] = {"without Ray": [], "by Ray": []}
     for _ in range(rounds):
         for found, engine in zip(figures.values(), (here, there), strict=True):
-            found.append(await measure(engine, prompts, sampling))
+            found.append(await measure(engine, prompts, sampling, seconds))
     for name, found in figures.items():
         pace, first = (statistics.median(column) for column in zip(*found, strict=True))
         every = " ".join(f"{pace:.0f}" for pace, _ in found)

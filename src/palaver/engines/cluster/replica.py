@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from palaver.sampling import Sampling
 
 LoadEngine: TypeAlias = Callable[[], Awaitable[tuple[Engine, Vocabulary]]]
-BATCH_S, MIN_BATCH_S, MAX_BATCH_S = 0.004, 0.008, 0.032
+BATCH_S, MIN_BATCH_S, MAX_BATCH_S = 0.006, 0.008, 0.048
 """Tokens of one reply that come within this time travel together: so long for each open request, within these limits.
 The first ones, also after a pause, do not wait."""
 MEDIA_BYTES = 256 << 20
