@@ -29,7 +29,7 @@ def test_a_reply_shows_its_thought_and_its_answer(page: Page, sprout: Served, ap
 
 
 def test_sprout_tells_the_ways_of_the_page_and_no_command(page: Page, sprout: Served, api: httpx.Client) -> None:
-    made = api.post("/api/conversations", json={"parameters": {"temperature": 0}}).json()["id"]
+    made = api.post("/api/conversations", json={"title": "Ways", "parameters": {"temperature": 0}}).json()["id"]
     page.goto(f"{sprout.url}/#/c/{made}")
     ways = {
         "How do I stop a reply?": "Stop",
@@ -139,7 +139,7 @@ def test_an_edited_reply_can_be_continued(page: Page, sprout: Served, api: httpx
 def test_stop_reload_continue_is_the_reply_that_was_not_stopped(page: Page, sprout: Served, api: httpx.Client) -> None:
     """With a seed, so that the uncut reply can be had beside it; long, so that nobody is too late to stop it."""
     question = "Write a list of animals."
-    parameters = {"seed": 11, "min_tokens": 4000, "max_tokens": 4000}
+    parameters = {"seed": 11, "min_tokens": 800, "max_tokens": 800}
     made = api.post("/api/conversations", json={"parameters": parameters}).json()["id"]
     message = {"role": "user", "parts": [{"type": "text", "text": question}]}
     said = api.post(f"/api/conversations/{made}/say", json={"parent": None, "message": message}).json()
