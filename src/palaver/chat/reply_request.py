@@ -149,13 +149,14 @@ def _with_notice(offer: Mapping[str, Any], tool: str, why: str) -> dict[str, Any
 
 
 def _continue_partial(model: Model, prepared: PreparedRequest, partial: PartialReply | None) -> PreparedRequest:
-    """The request for the rest of a partial reply. Its limits count the new tokens only."""
-    if partial is None:
-        return prepared
-    ids, request = partial.token_ids, prepared.request
-    if ids and not partial.is_stored:
-        check_token_ids(ids, model, request)
-    prompt = model.prompt(request, ids, None if ids else partial.message)
+    """The request for the rest of a partial reply, or of one that starts with a given text. Its limits count the new
+    tokens only."""
+    request, prompt = prepared.request, prepared.prompt
+    if partial is not None:
+        ids = partial.token_ids
+        if ids and not partial.is_stored:
+            check_token_ids(ids, model, request)
+        prompt = model.prompt(request, ids, None if ids else partial.message)
     sampling = offset_limits(request.sampling, len(prompt.reply_ids))
     settings = replace(prepared.settings, sampling=sampling)
     if prompt.healing:
