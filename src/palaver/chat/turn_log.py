@@ -186,7 +186,7 @@ class RecorderClosed(StoreError):
 
 
 @dataclass(frozen=True, slots=True)
-class _Frame:
+class _WaitingTokens:
     tokens: TokenFrame
     earlier: Sequence[Step]
     """The tokens before them that this process recorded."""
@@ -218,7 +218,7 @@ class TokenRecorder:
         self.lease = lease
         self._count_running = count_running
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="recorder")
-        self._waiting: list[_Frame] = []
+        self._waiting: list[_WaitingTokens] = []
         self._begun_at = float("-inf")
         """When the last commit began."""
         self._most = 0
@@ -240,7 +240,7 @@ class TokenRecorder:
         `earlier`: the tokens before them that were recorded in this run.
         """
         recorded: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append(_Frame(TokenFrame(reply_id, position, tuple(steps), timings), earlier, recorded))
+        self._waiting.append(_WaitingTokens(TokenFrame(reply_id, position, tuple(steps), timings), earlier, recorded))
         if self._writing is None or self._writing.done():
             self._writing = asyncio.create_task(self._write())
         elif len(self._waiting) >= self._most:
@@ -254,7 +254,7 @@ class TokenRecorder:
     async def _write(self) -> None:
         loop = asyncio.get_running_loop()
         while self._waiting:
-            batch: list[_Frame] = []
+            batch: list[_WaitingTokens] = []
             try:
                 await asyncio.sleep(0)  # lets the other turns of the same engine step add their tokens
                 await self._wait_for_others()
@@ -296,7 +296,7 @@ class TokenRecorder:
 
         return await asyncio.get_running_loop().run_in_executor(self._thread, renew_and_commit)
 
-    def _commit(self, batch: list[_Frame]) -> list[Exception | None]:
+    def _commit(self, batch: list[_WaitingTokens]) -> list[Exception | None]:
         try:
             lost = self._append(batch)
         except StoreError:
@@ -307,7 +307,7 @@ class TokenRecorder:
             return [result for frame in batch for result in self._commit([frame])]
         return [LeaseLost(one.tokens.reply_id) if one.tokens.reply_id in lost else None for one in batch]
 
-    def _append(self, batch: list[_Frame]) -> frozenset[str]:
+    def _append(self, batch: list[_WaitingTokens]) -> frozenset[str]:
         try:
             return self._store.replies.append(self.lease, [frame.tokens for frame in batch])
         except TokenCountMismatch as mismatch:
@@ -319,7 +319,7 @@ class TokenRecorder:
         return self._store.replies.append(self.lease, frames)
 
 
-def _resolve(batch: Sequence[_Frame], results: Sequence[Exception | None]) -> None:
+def _resolve(batch: Sequence[_WaitingTokens], results: Sequence[Exception | None]) -> None:
     for frame, error in zip(batch, results, strict=True):
         if frame.recorded.done():  # its turn was cancelled
             continue

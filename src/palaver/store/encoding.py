@@ -275,7 +275,7 @@ _Columns = tuple[bytes, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class _Frame:
+class _PackedTokens:
     """Packed tokens, column by column."""
 
     count: int
@@ -284,11 +284,11 @@ class _Frame:
     drawn: _Columns | None
 
 
-def _read_frame(data: bytes) -> _Frame:
+def _read_frame(data: bytes) -> _PackedTokens:
     kind, drawn, count = _HEADER.unpack_from(data)
     body = data[_HEADER.size :] if kind == _RAW else zlib.decompress(data[_HEADER.size :])
     raw, offset = _read_columns(body, 4 * count, count)
-    return _Frame(count, body[: 4 * count], raw, _read_columns(body, offset, count)[0] if drawn else None)
+    return _PackedTokens(count, body[: 4 * count], raw, _read_columns(body, offset, count)[0] if drawn else None)
 
 
 def _read_columns(body: bytes, offset: int, count: int) -> tuple[_Columns, int]:
