@@ -192,12 +192,12 @@ async def test_an_outage_that_lasts_too_long_ends_the_turn(tmp_path: Path, monke
 
 
 async def test_a_frame_says_what_a_store_misses() -> None:
-    from palaver.chat.turn_log import _Frame
+    from palaver.chat.turn_log import _WaitingTokens
     from palaver.store import TokenCountMismatch
     from tests.store.factories import steps
 
     future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    frame = _Frame(TokenFrame("a", 5, steps(6, 7)), steps(3, 4, 5), future)
+    frame = _WaitingTokens(TokenFrame("a", 5, steps(6, 7)), steps(3, 4, 5), future)
     assert frame.after(5) == frame.tokens
     assert frame.after(3) == replace(frame.tokens, start=3, steps=steps(4, 5, 6, 7))
     assert frame.after(6) == replace(frame.tokens, start=6, steps=steps(7))
