@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from palaver.engines.core.generation import PendingStep
-from palaver.engines.core.logits_changes import LogitsChanges, TokenMask
+from palaver.engines.core.logits_changes import LogitsChanges, TokenCounts, TokenMask
 from palaver.engines.core.logits_processor import LogitsProcessor
 from palaver.engines.core.reply_state import ReplyState
 from palaver.engines.core.rng import uniform
 from palaver.engines.core.sampler import BLOCK, HostLogits, _Row
 from palaver.engines.core.token_masks import BannedStrings, VocabularyIndex
-from palaver.engines.torch.device_changes import MANY_IDS, DeviceChanges
+from palaver.engines.torch.device_changes import MANY_IDS, CountTable, DeviceChanges
 from palaver.engines.torch.device_sampler import DeviceSampler
 from palaver.errors import BadParameter, EngineError, PalaverError, RequestError
 from palaver.generation import Prompt, Step
@@ -343,3 +343,17 @@ def test_strings_are_bounded(name: str) -> None:
 def test_lists_of_ids_are_bounded(name: str) -> None:
     with pytest.raises(BadParameter, match=f"{name}.*at most {MAX_BIASES}"):
         apply_settings(Sampling(), {name: (1,) * (MAX_BIASES + 1)})
+
+
+def test_a_token_that_was_not_counted_is_counted_later() -> None:
+    """Another row of the batch has failed before anything was computed."""
+    table, reply_ids = CountTable(torch.device("cpu"), 2), [7, 7]
+    counts = TokenCounts([1, 7], reply_ids, 10)
+    expected = torch.tensor([0, 1, 0, 0, 0, 0, 0, 5, 0, 0], dtype=torch.int32)
+    assert torch.equal(table.rows([counts], 10)[0], expected)
+    reply_ids.append(3)
+    assert table.find(counts)[1] == 3
+    table.clear()
+    reply_ids.append(4)
+    expected[[3, 4]] = 2
+    assert torch.equal(table.rows([counts], 10)[0], expected)

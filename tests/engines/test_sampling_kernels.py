@@ -20,6 +20,7 @@ from palaver.engines.core.sampler import HostLogits  # noqa: E402
 from palaver.engines.core.token_masks import VocabularyIndex  # noqa: E402
 from palaver.engines.torch import device_filters  # noqa: E402
 from palaver.engines.torch.cuda_graphs import CudaGraphCapture  # noqa: E402
+from palaver.engines.torch.device_changes import TooManyEdits  # noqa: E402
 from palaver.engines.torch.device_sampler import DeviceSampler  # noqa: E402
 from palaver.engines.torch.kernel_sampler import KernelSampler  # noqa: E402
 from palaver.engines.torch.sampling_kernels import BlockLists  # noqa: E402
@@ -147,3 +148,18 @@ def test_replies_that_are_sampled_by_graphs() -> None:
         for one, token_id in zip(rows, expected, strict=True):
             one.append_token(token_id)
     assert passed
+
+
+def test_a_row_that_can_not_be_sampled_by_kernels_leaves_the_others_counts_alone() -> None:
+    size = 200
+    sampler = KernelSampler(torch.device(DEVICE), 4)
+    penalised = processor(Sampling(temperature=0, presence_penalty=100.0), size=size)
+    repeated = processor(Sampling(dry_multiplier=2.0, dry_allowed_length=1), size=size)
+    logits = torch.arange(size, dtype=torch.float32, device=DEVICE).repeat(2, 1)
+    for token_id in (0, *(one for number in range(80) for one in (number + 1, 0))):
+        repeated.append_token(token_id)
+    for best in (size - 1, size - 2):
+        with pytest.raises(TooManyEdits):
+            sampler.sample(logits, [penalised, repeated])
+        assert sampler.sample(logits[:1], [penalised])[0, device_filters.TOKEN] == best
+        penalised.append_token(best)

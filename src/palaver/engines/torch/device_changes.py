@@ -166,6 +166,10 @@ class SlotTable(Generic[Key]):
         self._slots[key] = slot
         return slot, new
 
+    def clear(self) -> None:
+        """Forgets what is in which row."""
+        self._slots.clear()
+
 
 class CountTable:
     """How often each token is in a reply: twice the number, and 1 more for the tokens of the context."""
@@ -198,6 +202,10 @@ class CountTable:
             twos = torch.full((1,), 2, dtype=torch.int32, device=self._device).expand(len(missing))
             self.tensor[slot].index_add_(0, to_device(np.array(missing), self._device), twos)
         return slot, -1
+
+    def clear(self) -> None:
+        """Call where a token that `find` returned was not counted: all rows are counted again when they are used."""
+        self._table.clear()
 
     def rows(self, replies: Sequence[TokenCounts], size: int) -> Tensor:
         """The counts of these replies, with the tokens since the last call."""

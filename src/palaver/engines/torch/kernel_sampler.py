@@ -151,9 +151,13 @@ class KernelSampler:
         staging = self._staging
         assert staging is not None
         staging.begin(rows)
-        for row, processor in enumerate(processors):
-            if processor is not None:
-                self._fill(staging, row, processor)
+        try:
+            for row, processor in enumerate(processors):
+                if processor is not None:
+                    self._fill(staging, row, processor)
+        except Exception:  # nothing is sent, so the tokens of other rows are not counted
+            self._counts.clear()
+            raise
         return staging.send(self._counts.tensor, self._biases.tensor)
 
     def _fill(self, staging: _Staging, row: int, processor: LogitsProcessor) -> None:
