@@ -56,6 +56,11 @@ SETTING_XTC_UNIFORM = tl.constexpr(11)
 SETTING_LOWEST = tl.constexpr(12)
 SETTING_HIGHEST = tl.constexpr(13)
 SETTING_EXPONENT = tl.constexpr(14)
+SETTING_REPETITION = tl.constexpr(15)
+SETTING_PRESENCE = tl.constexpr(16)
+SETTING_FREQUENCY = tl.constexpr(17)
+SETTING_COUNTS = tl.constexpr(18)
+SETTING_BIAS = tl.constexpr(19)
 
 STATE = 12
 """Numbers of a row's state, in float64: its stage, its limits, and the interval that is searched (its first key, the

@@ -18,7 +18,14 @@ from torch import Tensor
 
 from palaver.engines.core.sampler import has_rare_filter
 from palaver.engines.torch.device_filters import REPORTED, WIDTH
-from palaver.engines.torch.filter_kernels import draw_undecided
+from palaver.engines.torch.filter_kernels import (
+    SETTING_BIAS,
+    SETTING_COUNTS,
+    SETTING_FREQUENCY,
+    SETTING_PRESENCE,
+    SETTING_REPETITION,
+    draw_undecided,
+)
 from palaver.sampling import Sampling
 
 BLOCK = 1024
@@ -258,12 +265,12 @@ def _change_scores(
     known = ids < vocabulary
     settings = settings_ptr + row * SETTINGS
     x = tl.load(logits_ptr + row.to(tl.int64) * size + ids, mask=inside, other=float("-inf"))
-    slot = tl.load(settings + 18).to(tl.int64)
+    slot = tl.load(settings + SETTING_COUNTS).to(tl.int64)
     if slot >= 0:
         counts = tl.load(counts_ptr + slot * vocabulary + ids, mask=known, other=0)
-        presence = tl.load(settings + 16).to(tl.float32)
-        frequency = tl.load(settings + 17).to(tl.float32)
-        x = tl.where(counts > 0, _penalised(x, tl.load(settings + 15).to(tl.float32)), x)
+        presence = tl.load(settings + SETTING_PRESENCE).to(tl.float32)
+        frequency = tl.load(settings + SETTING_FREQUENCY).to(tl.float32)
+        x = tl.where(counts > 0, _penalised(x, tl.load(settings + SETTING_REPETITION).to(tl.float32)), x)
         x = tl.where(counts > 1, x - presence, x)
         x = x - frequency * (counts >> 1).to(tl.float32)
     for edit in range(tl.load(edits_ptr + row).to(tl.int32)):
@@ -271,7 +278,7 @@ def _change_scores(
         value = tl.load(edit_values_ptr + row * EDITS + edit)
         x = tl.where(ids == token, x + value, x)
         x = tl.where(ids == -1 - token, _penalised(x, value), x)
-    slot = tl.load(settings + 19).to(tl.int64)
+    slot = tl.load(settings + SETTING_BIAS).to(tl.int64)
     if slot >= 0:
         x += tl.load(bias_ptr + slot * vocabulary + ids, mask=known, other=0.0)
     slot = tl.load(masked_ptr + row)
