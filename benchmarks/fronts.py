@@ -86,17 +86,17 @@ async def _own(folder: Path, database: str | None, seconds: float, commands: Con
 class Reader:
     """Reads a turn and remembers when each event came."""
 
-    def __init__(self, chat: Chat, reply_id: str) -> None:
+    def __init__(self, chat: Chat, reply_id: str, after: int = 0) -> None:
         self._chat = chat
         self._id = reply_id
         self._seen: list[Event] = []
-        self.number = 0
+        self._after = self.number = after
         """The number of the last event."""
         self._changed = asyncio.Event()
         self.task = asyncio.create_task(self._read())
 
     async def _read(self) -> None:
-        async with self._chat.events(self._id) as stream:
+        async with self._chat.events(self._id, self._after) as stream:
             async for entry in stream:
                 self._seen.append(entry.event)
                 self.number = entry.number
@@ -157,7 +157,7 @@ async def _use(chat: Chat, id: str, found: dict[str, list[float]]) -> None:
     await asyncio.sleep(random.uniform(0.1, 0.3))
     begun = time.perf_counter()
     await chat.continue_reply(id)
-    again = Reader(chat, id)
+    again = Reader(chat, id, reader.number)
     found["continue"].append(await again.wait_after(begun, reader.number))
     await chat.stop_reply(id)
     await again.task

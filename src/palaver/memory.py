@@ -53,15 +53,17 @@ def give_back_unused() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-YOUNG_OBJECTS = 20_000
-"""New objects after which Python looks for garbage in cycles."""
+COLLECTIONS = (5_000, 5, 20)
+"""New objects after which Python looks for garbage in cycles among them; how many such collections until one looks
+through what they left, too; and how many of those until one looks through everything."""
 
 
 def collect_seldom() -> None:
     """Keeps Python's garbage collector from delaying tokens. Call once everything is loaded.
 
     A full collection over all that was imported takes 0.2 s. And tokens on their way are many objects, but no cycles:
-    with Python's default, 700 objects, 32 quick replies of 256 tokens caused 50 collections.
+    with Python's default, 700 objects, 32 quick replies of 256 tokens caused 50 collections. But the events of running
+    replies stay, and a collection that looks through those of 200,000 new objects takes 0.16 s.
     """
     gc.freeze()
-    gc.set_threshold(YOUNG_OBJECTS)
+    gc.set_threshold(*COLLECTIONS)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from palaver.chat.model import Model, draw_seed, extend_limit
 from palaver.chat.reply_request import RequestBuilder, without_healing
 from palaver.chat.reply_stream import ReplyRequest, first_generated
-from palaver.chat.turns import NewTurn, Turns
+from palaver.chat.turns import NewStream, NewTurn, Turns
 from palaver.errors import BadParameter
 from palaver.generation import Step, prefill_steps
 from palaver.store import (
@@ -35,11 +35,10 @@ class Continuation:
         """Continues an incomplete reply from its tokens, or from its text if the tokenizer is another one."""
         if reply.reply is None or not is_same_tokenizer(model, reply):
             return await self._from_text(model, await self._conversation(reply), reply, key)
-        request, steps = await to_thread(self._load, model, reply, owner)
-        if reply.reply.status is ReplyStatus.LENGTH:
-            request = replace(request, sampling=extend_limit(request.sampling, len(steps)))
+        steps, new = await to_thread(self._load, model, reply, owner)
+        request = new[0].request
         try:
-            return await self._turns.resume(model, reply, request, steps, key)
+            return await self._turns.resume(model, reply, new, key)
         except Conflict:
             latest = await to_thread(self._store.messages.get, reply.id)
             if latest.reply is not None and latest.reply.status is ReplyStatus.RUNNING:
@@ -47,9 +46,13 @@ class Continuation:
         conversation = await self._conversation(reply)
         return await self._start_sibling(model, conversation, reply, request, reply.reply.settings, steps, key)
 
-    def _load(self, model: Model, reply: StoredMessage, owner: str) -> tuple[ReplyRequest, tuple[Step, ...]]:
-        """The request of a stored reply, and its tokens."""
-        return self._requests.rebuild(model, reply, owner), self._store.replies.tokens(reply.id)
+    def _load(self, model: Model, reply: StoredMessage, owner: str) -> tuple[tuple[Step, ...], NewStream]:
+        """The tokens of a stored reply, and the stream that continues them."""
+        request = self._requests.rebuild(model, reply, owner)
+        steps = self._store.replies.tokens(reply.id)
+        if reply.reply is not None and reply.reply.status is ReplyStatus.LENGTH:
+            request = replace(request, sampling=extend_limit(request.sampling, len(steps)))
+        return steps, self._turns.stream_reply(model, request, steps)
 
     async def _conversation(self, reply: StoredMessage) -> Conversation:
         return await to_thread(self._store.conversations.get, reply.conversation_id)

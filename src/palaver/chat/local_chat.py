@@ -665,6 +665,8 @@ class LocalChat:
 
     async def _model_and_reply(self, reply_id: str, wait: bool = True) -> tuple[Model | None, StoredMessage]:
         """The reply to follow, and the model that reads its tokens, if one is loaded."""
+        if (turn := self._running_turn(reply_id)) is not None and turn.owner == self._owner:
+            return self._reader_for(turn.reply), turn.reply
         reply = await self.message(reply_id)
         if wait and _is_running(reply) and await self._turns.find(reply) is None:
             if await self._service.wait_recovered(_model_name(reply)):  # of a dead process: resumed once that is loaded

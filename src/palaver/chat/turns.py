@@ -74,6 +74,10 @@ class NewTurn:
     """The rendered request, if it is rendered already."""
 
 
+NewStream = tuple[GeneratedReply, Callable[[str], None]]
+"""A stream, and a function that sets the reply's id: it is known only once the reply is stored."""
+
+
 @dataclass(eq=False)
 class Turn:
     """A reply that runs, or has ended recently."""
@@ -223,7 +227,7 @@ class Turns:
         """
         self.check_open()
         stream, set_reply_id = await asyncio.to_thread(
-            self._stream_reply,
+            self.stream_reply,
             model,
             new_turn.request,
             new_turn.initial_steps,
@@ -244,25 +248,14 @@ class Turns:
                 self._launch(reply, new_turn.request.owner, stream, _timer(reply, stream))
         return reply
 
-    async def resume(
-        self, model: Model, reply: StoredMessage, request: ReplyRequest, steps: Sequence[Step], key: str | None = None
-    ) -> StoredMessage:
+    async def resume(self, model: Model, reply: StoredMessage, new: NewStream, key: str | None = None) -> StoredMessage:
         """Continues the same reply after its tokens. Raises Conflict if it can't: see `Replies.resume`."""
         self.check_open()
-        stream, set_reply_id = await asyncio.to_thread(self._stream_reply, model, request, steps)
-        fingerprint = model.engine.info.fingerprint
-        return await self._shielded(self._resume(reply, request.owner, stream, set_reply_id, key, fingerprint))
+        return await self._shielded(self._resume(reply, new, key, model.engine.info.fingerprint))
 
-    async def _resume(
-        self,
-        reply: StoredMessage,
-        owner: str,
-        stream: GeneratedReply,
-        set_reply_id: Callable[[str], None],
-        key: str | None,
-        fingerprint: str,
-    ) -> StoredMessage:
+    async def _resume(self, reply: StoredMessage, new: NewStream, key: str | None, fingerprint: str) -> StoredMessage:
         assert reply.reply is not None
+        stream, set_reply_id = new
         async with self._start_lock.shared():
             self.check_open()
             await self._write_ending(reply.id)
@@ -273,12 +266,12 @@ class Turns:
             previous = self._turns.get(reply.id)
             if previous is not None and previous.reply_stream.answer_requested:
                 stream.answer_now()
-            self._launch(resumed, owner, stream, _timer(reply, stream))
+            self._launch(resumed, stream.request.owner, stream, _timer(reply, stream))
         return resumed
 
     async def take_over(self, model: Model, reply: StoredMessage, request: ReplyRequest, steps: Sequence[Step]) -> None:
         """Resumes a reply of a dead process that this one has claimed."""
-        stream, set_reply_id = await asyncio.to_thread(self._stream_reply, model, request, steps)
+        stream, set_reply_id = await asyncio.to_thread(self.stream_reply, model, request, steps)
         set_reply_id(reply.id)
         fingerprint = model.engine.info.fingerprint
         reply = await asyncio.to_thread(self._store.replies.record_engine, self._lease, reply.id, fingerprint)
@@ -440,14 +433,14 @@ class Turns:
             return asyncio.Lock()
         return self._key_locks.setdefault((new_turn.conversation_id, new_turn.key), asyncio.Lock())
 
-    def _stream_reply(
+    def stream_reply(
         self,
         model: Model,
         request: ReplyRequest,
         initial_steps: Sequence[Step],
         prompt: Prompt | None = None,
-    ) -> tuple[GeneratedReply, Callable[[str], None]]:
-        """The stream, and a function that sets the reply's id: it is known only once the reply is stored."""
+    ) -> NewStream:
+        """The stream of a turn. Renders its prompt: call in a thread."""
         reply_id: list[str] = []
 
         async def record_steps(steps: Sequence[Step], phases: Sequence[Phase]) -> None:
