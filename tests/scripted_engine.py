@@ -150,9 +150,9 @@ class ScriptedEngine:
         elif len(prompt) > self._info.context_length:
             raise ContextOverflow(len(prompt), self._info.context_length)
         self.calls.append(ScriptedCall(prompt, sampling, choice))
-        reply = ReplyState(prompt, sampling, self._vocabulary, self._info.end_ids, self._info.context_length)
+        reply, own_ids = self._restore(prompt, sampling)
         generation = ScriptedGeneration(reply)
-        generation.outputs = self._outputs(prompt, reply, generation.stopped)
+        generation.outputs = self._outputs(prompt, reply, own_ids, generation.stopped)
         try:
             yield generation
         finally:
@@ -174,12 +174,13 @@ class ScriptedEngine:
     async def close(self) -> None:
         self._closed = True
 
-    async def _outputs(self, prompt: Prompt, reply: ReplyState, stopped: asyncio.Event) -> AsyncGenerator[Output]:
+    async def _outputs(
+        self, prompt: Prompt, reply: ReplyState, own_ids: list[int], stopped: asyncio.Event
+    ) -> AsyncGenerator[Output]:
         if reply.ended is not None:
             yield reply.ended
             return
         yield Prefilled(len(prompt), len(prompt.reply_ids))
-        own_ids = self._own_ids(prompt, reply._sampling)
         script = self.choose_script(prompt, own_ids)
         for item in _remaining(script, len(own_ids)):
             match item:
@@ -202,8 +203,8 @@ class ScriptedEngine:
     def choose_script(self, prompt: Prompt, own_ids: list[int]) -> Script:
         return self._script_for(own_ids) if prompt.reply_ids else self._next_script()
 
-    def _own_ids(self, prompt: Prompt, sampling: Sampling) -> list[int]:
-        """The tokens of the reply so far that are the script's own: all but the forced ones."""
+    def _restore(self, prompt: Prompt, sampling: Sampling) -> tuple[ReplyState, list[int]]:
+        """The reply so far, and those of its tokens that are the script's own: all but the forced ones."""
         begun = replace(prompt, reply_ids=())
         reply = ReplyState(begun, sampling, self._vocabulary, self._info.end_ids, self._info.context_length)
         own_ids = []
@@ -211,7 +212,7 @@ class ScriptedEngine:
             if token_id != reply.forced_id:
                 own_ids.append(token_id)
             reply.append_token(token_id)
-        return own_ids
+        return reply, own_ids
 
     def _script_for(self, own_ids: list[int]) -> Script:
         """The script that begins with these tokens, or the current one."""
@@ -235,18 +236,16 @@ class PacedEngine(ScriptedEngine):
     async def metrics(self) -> dict[str, float]:
         return {"cancelled": self.cancelled}
 
-    async def _outputs(self, prompt: Prompt, reply: ReplyState, stopped: asyncio.Event) -> AsyncGenerator[Output]:
+    async def _outputs(
+        self, prompt: Prompt, reply: ReplyState, own_ids: list[int], stopped: asyncio.Event
+    ) -> AsyncGenerator[Output]:
         async with self._slots:
-            async for output in self._paced(prompt, reply, stopped):
+            due = time.monotonic()
+            async for output in super()._outputs(prompt, reply, own_ids, stopped):
+                if isinstance(output, Step) and self._seconds:
+                    due = max(due + self._seconds, time.monotonic() - 10 * self._seconds)
+                    await asyncio.sleep(max(0.0, due - time.monotonic()))
                 yield output
-
-    async def _paced(self, prompt: Prompt, reply: ReplyState, stopped: asyncio.Event) -> AsyncGenerator[Output]:
-        due = time.monotonic()
-        async for output in super()._outputs(prompt, reply, stopped):
-            if isinstance(output, Step) and self._seconds:
-                due = max(due + self._seconds, time.monotonic() - 10 * self._seconds)
-                await asyncio.sleep(max(0.0, due - time.monotonic()))
-            yield output
 
 
 async def _emit(reply: ReplyState, item: int | Step) -> AsyncIterator[Output]:

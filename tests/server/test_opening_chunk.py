@@ -27,9 +27,11 @@ class SlowPrefillEngine(ScriptedEngine):
 
     read: asyncio.Event
 
-    async def _outputs(self, prompt: Prompt, reply: ReplyState, stopped: asyncio.Event) -> AsyncGenerator[Output]:
+    async def _outputs(
+        self, prompt: Prompt, reply: ReplyState, own_ids: list[int], stopped: asyncio.Event
+    ) -> AsyncGenerator[Output]:
         await self.read.wait()
-        async for output in super()._outputs(prompt, reply, stopped):
+        async for output in super()._outputs(prompt, reply, own_ids, stopped):
             yield output
 
 

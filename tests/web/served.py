@@ -41,10 +41,12 @@ class PacedEngine(ScriptedEngine):
         self._info = replace(self._info, media=media)
         self._rate = rate
 
-    async def _outputs(self, prompt: Prompt, reply: ReplyState, stopped: asyncio.Event) -> AsyncGenerator[Output]:
+    async def _outputs(
+        self, prompt: Prompt, reply: ReplyState, own_ids: list[int], stopped: asyncio.Event
+    ) -> AsyncGenerator[Output]:
         loop = asyncio.get_running_loop()
         begun, said = loop.time(), 0
-        async for output in super()._outputs(prompt, reply, stopped):
+        async for output in super()._outputs(prompt, reply, own_ids, stopped):
             if isinstance(output, Step):
                 said += 1
                 await asyncio.sleep(max(0.0, begun + said / self._rate - loop.time()))
@@ -59,10 +61,12 @@ class DraftingEngine(PacedEngine):
         self._block_length = block_length
         self._info = replace(self._info, block_length=block_length)
 
-    async def _outputs(self, prompt: Prompt, reply: ReplyState, stopped: asyncio.Event) -> AsyncGenerator[Output]:
+    async def _outputs(
+        self, prompt: Prompt, reply: ReplyState, own_ids: list[int], stopped: asyncio.Event
+    ) -> AsyncGenerator[Output]:
         block: list[Step] = []
         start = len(prompt.reply_ids)
-        async for output in super()._outputs(prompt, reply, stopped):
+        async for output in super()._outputs(prompt, reply, own_ids, stopped):
             if not isinstance(output, Step):
                 if not (isinstance(output, Ended) and output.finish is Finish.STOPPED):
                     for step in block:
