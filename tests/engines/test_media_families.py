@@ -19,7 +19,8 @@ from palaver.chat.media_expander import MediaExpander
 from palaver.chat.model import Model
 from palaver.engines.base import COMPILED
 from palaver.engines.compiled.build import NO_COMPILER
-from palaver.engines.torch import EngineOptions, SchedulerLimits, load
+from palaver.engines.torch import EngineOptions, SchedulerLimits, TorchEngine, load
+from palaver.engines.torch.hybrid_runner import HybridRunner
 from palaver.formats.base import RenderOptions
 from palaver.formats.loader import load_format
 from palaver.formats.tokenizer import load_tokenizer
@@ -64,6 +65,8 @@ PLAIN = frozenset(
     "qwen2_5_vl llava llava_onevision smolvlm pixtral mistral3 internvl qwen2_audio voxtral qwen2_5_omni".split()
 )
 """Families whose text decoder is a plain one, and gets only embeddings and positions for media: with compiled steps."""
+HYBRID = frozenset({"lfm2_vl", "minicpmv4_6"})
+"""Families with recurrent or convolutional layers: their replies share passes, too."""
 
 
 def words(text: str) -> dict[str, Any]:
@@ -171,6 +174,8 @@ async def check_replies(
     async with open_model(folder, expander, compiled) as model:
         if compiled is None:
             assert model.engine.info.steps == COMPILED or model.engine.info.steps.endswith(NO_COMPILER)
+        assert isinstance(model.engine, TorchEngine)
+        assert isinstance(model.engine._runner, HybridRunner) == (family in HYBRID)
         info, facts = model.engine.info, read_facts(ResolvedModel(folder))
         assert set(FAMILIES[family].takes) <= set(info.media)
         assert (facts.media, facts.context_length) == (info.media, info.context_length), "the same before it is loaded"

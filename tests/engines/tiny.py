@@ -31,6 +31,22 @@ SMALL: dict[str, Any] = {
 }
 WINDOWED: dict[str, Any] = {"sliding_window": 24}
 EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+LINEAR: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+MAMBA: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 16,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 16,
+}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
     "qwen2": ("Qwen2Config", {}),
@@ -81,9 +97,24 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3_next": (
         "Qwen3NextConfig",
-        {**EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 32, "num_hidden_layers": 4}
-        | {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16}
-        | {"linear_value_head_dim": 16},
+        {**LINEAR, **EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 32},
+    ),
+    "qwen3_5": ("Qwen3_5TextConfig", LINEAR),
+    "bamba": ("BambaConfig", {**MAMBA, "attn_layer_indices": [1, 3]}),
+    "falcon_h1": ("FalconH1Config", {**MAMBA, "mamba_d_ssm": 128}),
+    "granite_hybrid": (
+        "GraniteMoeHybridConfig",
+        {**MAMBA, "layer_types": ["mamba", "attention"] * 2, "num_local_experts": 4, "num_experts_per_tok": 2}
+        | {"shared_intermediate_size": 32},
+    ),
+    "jamba": (
+        "JambaConfig",
+        {"num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 4}
+        | {"mamba_d_state": 8, "use_mamba_kernels": False},
+    ),
+    "mamba2": (
+        "Mamba2Config",
+        {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 1, "chunk_size": 16, "expand": 2},
     ),
     "mamba": ("MambaConfig", {"state_size": 8, "conv_kernel": 4, "expand": 2}),
     "lfm2": ("Lfm2Config", {"num_hidden_layers": 4, "full_attn_idxs": [1, 3], "block_auto_adjust_ff_dim": False}),

@@ -135,7 +135,10 @@ class LibraryDecoder:
         self.pair_bytes = max(self.pair_bytes, needed)
         if self.recorded_attention is not None:
             self.recorded_attention[self._layer] = (rule, params)
-        return self._batch.attend(self._layer, self._ordered(query[0].transpose(0, 1)), rule, params)[None], None
+        return self._attend_rows(query, rule, params), None
+
+    def _attend_rows(self, query: Tensor, rule: MaskRule, params: AttentionParams) -> Tensor:
+        return self._batch.attend(self._layer, self._ordered(query[0].transpose(0, 1)), rule, params)[None]
 
 
 class TextAndMediaDecoder:

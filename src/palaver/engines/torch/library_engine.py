@@ -47,6 +47,8 @@ from palaver.engines.torch.forward_probe import (
     max_difference,
     probe_ids,
 )
+from palaver.engines.torch.hybrid_decoder import HybridDecoder, hybrid_layout
+from palaver.engines.torch.hybrid_runner import HybridRunner
 from palaver.engines.torch.library_decoder import (
     LibraryDecoder,
     OffsetCache,
@@ -218,10 +220,11 @@ def pick_runner(
         except CantCompile:
             raise
         except Exception as error:  # whatever went wrong, the model's own cache may still work
-            steps = explain_not_compiled(library, _LIBRARY_CODE, error)
-            check_required(options, steps)
-            runner = probe.pick_snapshot_runner(cache_bytes, failure_reason(error), options.exact)
-            return runner, steps, runner.exactness
+            check_required(options, explain_not_compiled(library, _LIBRARY_CODE, error))
+            runner, steps = probe.pick_snapshot_runner(
+                cache_bytes, context_length, threads, failure_reason(error), options.exact
+            )
+            return runner, explain_not_compiled(library, steps, error), runner.exactness
 
 
 class ModelProbe(ForwardProbe):
@@ -433,19 +436,94 @@ class ModelProbe(ForwardProbe):
             return False
         return False
 
-    def pick_snapshot_runner(self, cache_bytes: int, reason: str, exact: bool) -> SnapshotRunner:
-        """A runner on the model's own cache, as far as that is correct; at worst without a cache."""
-        if self._depends_on_pass_length() or not self._is_cache_correct([FIRST, 1, 1, 1]):
+    def pick_snapshot_runner(
+        self, cache_bytes: int, context_length: int, threads: TorchThreads, reason: str, exact: bool
+    ) -> tuple[HybridRunner | SnapshotRunner, str]:
+        """A runner for a model whose cache can't be cut at a token: with batches, else on the model's own cache, as far
+        as that is correct, at worst without one. And whose code computes its steps, with the reason where there are no
+        batches. `reason`: why TorchRunner can't run it."""
+        depends_on_length = self._depends_on_pass_length()
+        cached = not depends_on_length and self._is_cache_correct([FIRST, 1, 1, 1])
+        steps = _LIBRARY_CODE
+        if not exact:
+            try:
+                if depends_on_length or self.rope is not None:
+                    raise UnsupportedModel("it has angles that depend on the length")
+                decoder, chunks = self._hybrid_decoder(cached, reason)
+                return HybridRunner(decoder, cache_bytes, context_length, threads, chunks, self._media), steps
+            except Exception as error:
+                steps = f"{steps}, one reply at a time: {failure_reason(error)}"
+        if cached:
+            copies = self._is_cache_correct([FIRST, 1, 1], copying=True)
+            chunks = self._is_cache_correct([FIRST, 5, 1, SECOND - FIRST])
+            abilities = CacheAbilities(chunks=chunks, copies=copies, reason=reason)
+        else:
             abilities = CacheAbilities(copies=False, reason=reason)
-            return SnapshotRunner(
-                lambda: StatelessModel(self._model, self._media), cache_bytes, abilities, exact, self._media
-            )
-        copies = self._is_cache_correct([FIRST, 1, 1], copying=True)
-        chunks = self._is_cache_correct([FIRST, 5, 1, SECOND - FIRST])
-        abilities = CacheAbilities(chunks=chunks, copies=copies, reason=reason)
-        return SnapshotRunner(
-            lambda: RecurrentState(self._model, self._media), cache_bytes, abilities, exact, self._media
-        )
+        new_state = RecurrentState if cached else StatelessModel
+        runner = SnapshotRunner(lambda: new_state(self._model, self._media), cache_bytes, abilities, exact, self._media)
+        return runner, steps
+
+    def _hybrid_decoder(self, cached: bool, reason: str) -> tuple[HybridDecoder, bool]:
+        """What computes batches of replies, and whether it can compute a prompt in chunks. Raises UnsupportedModel.
+        `cached`: whether the model's own cache is correct."""
+        layout = hybrid_layout(self._model, torch.tensor(self.ids[:4], device=self._model.device))
+        if not layout.states:
+            raise UnsupportedModel(reason)
+        alone = [self._decode_alone(length) if cached else {} for length in _HYBRID_PROMPTS]
+        decoder = HybridDecoder(self._model, layout, self._media)
+        try:
+            decoder.attach()
+            try:
+                self._check_hybrid(decoder, alone, chunks=True)
+            except Exception:
+                self._check_hybrid(decoder, alone, chunks=False)
+                return decoder, False
+        except BaseException:
+            decoder.detach()
+            raise
+        return decoder, True
+
+    def _decode_alone(self, prompt: int) -> dict[int, Tensor]:
+        """The model's own logits after a prompt of so many tokens and after each of the tokens that follow it, by the
+        number of tokens. A model's code for single tokens may be less precise than that for many."""
+        state = RecurrentState(self._model)
+        logits = {prompt: state.feed(self.ids[:prompt])}
+        for length in range(prompt, prompt + 8):
+            logits[length + 1] = state.feed(self.ids[length : length + 1])
+        return logits
+
+    def _check_hybrid(self, decoder: HybridDecoder, alone: Sequence[dict[int, Tensor]], chunks: bool) -> None:
+        """Raises UnsupportedModel unless sequences of different lengths, which join and leave, have the logits that
+        each of them has alone; in all passes over several tokens, and where `alone` has none, those of one pass.
+        `chunks`: whether a prompt is computed in several passes."""
+        slots, states = SlotAllocator(decoder.layout.kv, PROBE_BYTES), decoder.states
+        longer, shorter, late = (slots.allocate(LENGTH) for _ in _HYBRID_PROMPTS)
+        expected = dict(zip((longer, shorter, late), alone, strict=True))
+        lengths = dict.fromkeys(expected, 0)
+
+        def run(*parts: tuple[Slot[Tensor], int]) -> None:
+            pieces = [sequence_chunk(slot, lengths[slot], self.ids[lengths[slot] :][:count]) for slot, count in parts]
+            for row, (slot, count) in zip(decoder(build_batch(pieces, decoder.device)), parts, strict=True):
+                lengths[slot] += count
+                self.compare_with(row, expected[slot].get(lengths[slot], self._expected[lengths[slot] - 1]))
+
+        states.clear()
+        states.resize(len(lengths))
+        for slot, prompt in zip(lengths, _HYBRID_PROMPTS, strict=True):
+            states.add(slot)
+            for count in (3, prompt - 3) if chunks else (prompt,):
+                run((slot, count))
+            if slot is shorter:
+                run((shorter, 1), (longer, 1))
+        run((late, 1), (shorter, 1), (longer, 1))
+        left = states.snapshot(longer)
+        states.remove(longer)
+        run((shorter, 1), (late, 1))
+        states.add(longer, left)
+        run((longer, 1), (late, 1))
+        run((shorter, 1), (longer, 1), (late, 1))
+        run((longer, 1))
+        states.clear()
 
     def _measure_rounding(self) -> float:
         """The largest difference of the model's own logits where only rounding differs: in chunks, and with eager
@@ -493,6 +571,8 @@ class ModelProbe(ForwardProbe):
 
 
 _LIBRARY_CODE = "the model's own code"
+_HYBRID_PROMPTS = (FIRST, 7, 11)
+"""Tokens of the prompts in the probe of batches with recurrent states."""
 
 
 def _until_error(trial: Iterator[float]) -> Iterator[float]:

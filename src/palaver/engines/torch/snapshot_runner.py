@@ -1,5 +1,5 @@
-"""The runner for models whose state can't be truncated, such as recurrent ones: whole states are cached at the end of
-each prompt and reply."""
+"""The runner for models on the library's own cache, one sequence after the other: whole states are cached at the end of
+each prompt and reply. `hybrid_runner.py` runs most recurrent models, and batches them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -98,7 +98,15 @@ def _tensors(value: Any) -> Iterator[Tensor]:
         yield from _tensors(vars(value))
 
 
-Snapshot = RecurrentState | StatelessModel
+class Snapshot(Protocol):
+    """The state after some tokens."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+S = TypeVar("S", bound=Snapshot)
+ModelState = RecurrentState | StatelessModel
 SnapshotKey = tuple[Hashable, tuple[Hashable, ...]]
 """The namespace and all keys up to the snapshot."""
 
@@ -115,11 +123,16 @@ class CacheAbilities:
     """Why the model can't be run by TorchRunner."""
 
 
-class SnapshotCache:
+def max_cache_chunk(sequence: SequenceState) -> int:
+    """How many tokens may be computed at once where the model's cache can't be continued by several."""
+    return len(sequence.token_ids) if sequence.computed_tokens == 0 else 1
+
+
+class SnapshotCache(Generic[S]):
     """Whole states by the keys that led to them; the least recently used are evicted first."""
 
     def __init__(self) -> None:
-        self._snapshots: OrderedDict[SnapshotKey, tuple[Snapshot, int]] = OrderedDict()
+        self._snapshots: OrderedDict[SnapshotKey, tuple[S, int]] = OrderedDict()
         """The state and its bytes."""
         self._logits: dict[SnapshotKey, Logits] = {}
         """The logits after the keys of a snapshot, where a prompt ended there."""
@@ -129,7 +142,7 @@ class SnapshotCache:
 
     def match(
         self, namespace: Hashable, keys: Sequence[Hashable], conversation: str | None = None
-    ) -> tuple[Snapshot | None, int]:
+    ) -> tuple[S | None, int]:
         """The state after the longest prefix of these keys, and its length. The caller must copy the state.
 
         `conversation` is added to those that use the snapshot.
@@ -152,7 +165,7 @@ class SnapshotCache:
         self,
         namespace: Hashable,
         keys: Sequence[Hashable],
-        state: Snapshot,
+        state: S,
         conversation: str = "",
         logits: Logits | None = None,
     ) -> None:
@@ -194,7 +207,7 @@ class SnapshotRunner:
 
     def __init__(
         self,
-        new_state: Callable[[], Snapshot],
+        new_state: Callable[[], ModelState],
         limit_bytes: int,
         abilities: CacheAbilities,
         exact: bool = False,
@@ -211,8 +224,8 @@ class SnapshotRunner:
         self._limit_bytes = limit_bytes
         self._abilities = abilities
         self._exact = exact
-        self._snapshots = SnapshotCache()
-        self._states: dict[SequenceState, Snapshot] = {}
+        self._snapshots: SnapshotCache[ModelState] = SnapshotCache()
+        self._states: dict[SequenceState, ModelState] = {}
         self._encoder = media
         self._media: dict[SequenceState, SequenceMedia] = {}
         """The sequences with pictures or sounds."""
@@ -242,7 +255,7 @@ class SnapshotRunner:
     def max_chunk(self, sequence: SequenceState) -> int | None:
         """How many tokens may be computed at once."""
         if not self._abilities.chunks:
-            return len(sequence.token_ids) if sequence.computed_tokens == 0 else 1
+            return max_cache_chunk(sequence)
         return EXACT_CHUNK if self._exact else None
 
     @property
