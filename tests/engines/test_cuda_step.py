@@ -13,6 +13,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 pytest.importorskip("triton", reason="Triton is not installed: the kernels of CUDA steps are not tested")
 
 from palaver.engines.core.kv_cache import Slot, SlotAllocator  # noqa: E402
+from palaver.engines.core.quantization import read_quantization  # noqa: E402
 from palaver.engines.core.rng import UniformStream, uniform  # noqa: E402
 from palaver.engines.core.runner import UnsupportedModel  # noqa: E402
 from palaver.engines.torch import device_filters, mxfp4, sampling_kernels  # noqa: E402
@@ -21,10 +22,12 @@ from palaver.engines.torch.cuda_step import MIN_PROMPT_TOKENS, SHORT_CHUNK, Deco
 from palaver.engines.torch.devices import TensorLayout, TensorMemory  # noqa: E402
 from palaver.engines.torch.library_decoder import LibraryDecoder, kv_layout  # noqa: E402
 from palaver.engines.torch.plain_decoder import FusedDecoder, PlainDecoder  # noqa: E402
+from palaver.engines.torch.quantized_weights import QuantizedLinear, read_weight  # noqa: E402
 from palaver.engines.torch.step_modules import read_step_model  # noqa: E402
 from palaver.engines.torch.step_runner import StepProbe  # noqa: E402
 from palaver.engines.torch.step_weights import NO_WINDOW, Experts, StepModel  # noqa: E402
 from palaver.sampling import Sampling  # noqa: E402
+from tests.engines.quantized_files import FORMATS  # noqa: E402
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::RuntimeWarning")  # the interpreter's
@@ -51,14 +54,14 @@ def greedy(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(sampling_kernels.BlockLists, "compute", lambda *_: None)
 
 
-def decoder_parts(dtype: torch.dtype = torch.float32) -> PlainDecoder:
+def decoder_parts(dtype: torch.dtype = torch.float32, size: int = 64) -> PlainDecoder:
     torch.manual_seed(1)
     config = transformers.Qwen3Config(
-        hidden_size=64,
-        intermediate_size=64,
+        hidden_size=size,
+        intermediate_size=size,
         num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
+        num_attention_heads=size // 32,
+        num_key_value_heads=1 if size == 64 else 2,
         head_dim=32,
         vocab_size=128,
         max_position_embeddings=256,
@@ -128,15 +131,38 @@ def random_fp4(shape: torch.Size) -> torch.Tensor:
     return torch.ldexp(numbers.view(shape[0], -1, 32, shape[2]), exponents).view(shape)
 
 
+def quantize(parts: PlainDecoder, form: str) -> PlainDecoder:
+    """The decoder with its linear layers in a format of `quantized_files.py`."""
+    store, settings = FORMATS[form]
+    quantization = read_quantization({"quantization_config": settings})
+    assert quantization is not None
+
+    def quantized(linear: Any) -> QuantizedLinear:
+        stored, _ = store(linear.weight.t().float().cpu().contiguous())
+        found = {f"x.{name}": tensor.to(DEVICE) for name, tensor in stored.items()}
+        packed = read_weight(quantization, "x", found.__getitem__).pack()
+        assert packed is not None
+        return QuantizedLinear(packed, linear.bias, linear.weight.dtype)
+
+    names = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
+    for index, layer in enumerate(parts.layers):
+        changes: dict[str, Any] = {name: quantized(getattr(layer, name)) for name in names}
+        parts.layers[index] = replace(layer, **changes)
+    return parts
+
+
 class Case:
     """A step and the slots it computes in."""
 
-    def __init__(self, exact: bool, dtype: torch.dtype = torch.float32, name: str | None = None) -> None:
-        """`name`: of a model of the library; None: a plain decoder."""
+    def __init__(
+        self, exact: bool, dtype: torch.dtype = torch.float32, name: str | None = None, form: str | None = None
+    ) -> None:
+        """`name`: of a model of the library; None: a plain decoder, quantised in a `form`."""
         self.decoder: Any
         if name is None:
-            parts = decoder_parts(dtype)
-            self.layout = TensorLayout((((1, 32), (1, 32)),), TensorMemory(dtype, DEVICE))
+            parts = decoder_parts(dtype) if form is None else quantize(decoder_parts(dtype, 128), form)
+            shape = (parts.num_kv_heads, 32)
+            self.layout = TensorLayout(((shape, shape),), TensorMemory(dtype, DEVICE))
             self.decoder = FusedDecoder(parts)
             self.model = StepModel.of(parts)
         else:
@@ -170,6 +196,32 @@ def test_the_logits_of_torch_operations(exact: bool) -> None:
     case = Case(exact)
     slot, expected = case.torch_logits(LENGTH)
     assert torch.allclose(case.decode((slot, LENGTH))[0], expected, atol=1e-4)
+
+
+@pytest.mark.usefixtures("greedy")
+@torch.inference_mode()
+@pytest.mark.parametrize("form", FORMATS)
+def test_the_logits_of_quantised_weights(form: str) -> None:
+    """Decoded, and after a prompt in chunks."""
+    case = Case(True, form=form)
+    slot, expected = case.torch_logits(LENGTH)
+    scale = float(expected.abs().max())
+    assert case.model.quantized
+    assert torch.allclose(case.decode((slot, LENGTH))[0], expected, atol=1e-4 * scale)
+    other = case.slots.allocate(LENGTH + 1)
+    case.step.prefill([sequence_chunk(other, 0, IDS[:13])])
+    case.step.prefill([sequence_chunk(other, 13, IDS[13 : LENGTH - 1])])
+    assert torch.allclose(case.decode((other, LENGTH))[0], expected, atol=1e-4 * scale)
+
+
+@ON_GPU
+@torch.inference_mode()
+@pytest.mark.parametrize("form", FORMATS)
+def test_bits_of_quantised_weights_depend_on_the_text_alone(form: str) -> None:
+    case = Case(True, torch.bfloat16, form=form)
+    probe = StepProbe(case.step, case.layout, IDS)
+    probe.compare(case.decoder)
+    assert probe.depends_on_text_alone()
 
 
 @pytest.mark.usefixtures("greedy")

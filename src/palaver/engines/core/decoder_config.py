@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from palaver.engines.base import EngineInfo
 from palaver.engines.core import gguf_metadata
 from palaver.engines.core.checkpoint import Checkpoint, read_json
+from palaver.engines.core.quantization import IGNORED, TYPES, Quantization, TensorShapes
 from palaver.engines.core.runner import UnsupportedModel
 from palaver.errors import BadParameter, ModelError
 from palaver.sampling import NUMBERS, Sampling
@@ -189,21 +190,46 @@ def layer_prefix(layer: int) -> str:
 FLOATS = frozenset({"F32", "F16", "BF16"})
 
 
-def read_decoder_config(checkpoint: Checkpoint, quantised: Collection[str] = ()) -> DecoderConfig:
+def read_decoder_config(
+    checkpoint: Checkpoint, quantised: Collection[str] = (), quantization: Quantization | None = None
+) -> DecoderConfig:
     """Raises UnsupportedModel unless the configuration and the tensors are those of a plain decoder.
 
-    `quantised`: the types that matrices may have beside floats."""
+    `quantised`: the types that matrices may have beside floats. `quantization`: how linear layers are stored."""
     config = _parse(checkpoint.config)
+    _require(quantization is not None or not checkpoint.config.get("quantization_config"), "quantised weights")
     _require(config.num_layers <= len(checkpoint.tensors), "more layers than weights")
-    expected = config.tensor_shapes()
+    expected: TensorShapes = {name: (shape,) for name, shape in config.tensor_shapes().items()}
     found = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
-    if found != expected:
-        names = sorted(set(found) ^ set(expected)) or sorted(name for name in found if found[name] != expected[name])
+    if quantization is not None:
+        expected = _quantised_shapes(expected, quantization, found)
+        found = {name: shape for name, shape in found.items() if name.rpartition(".")[2] not in IGNORED}
+        quantised = TYPES
+    names = sorted(set(found) ^ set(expected)) or sorted(name for name in found if found[name] not in expected[name])
+    if names:
         raise UnsupportedModel(f"its weights are not those of its configuration ({names[0]})")
-    for tensor in checkpoint.tensors.values():
-        known = tensor.dtype in FLOATS or (len(tensor.shape) > 1 and tensor.dtype in quantised)
-        _require(known, f"weights of the type {tensor.dtype}")
+    for name, tensor in checkpoint.tensors.items():
+        is_matrix = len(tensor.shape) > 1 or quantization is not None
+        known = tensor.dtype in FLOATS or (is_matrix and tensor.dtype in quantised)
+        _require(known or name not in expected, f"weights of the type {tensor.dtype}")
     return config if checkpoint.rope_factors is None else _divide_frequencies(config, checkpoint.rope_factors)
+
+
+def _quantised_shapes(plain: TensorShapes, quantization: Quantization, found: Collection[str]) -> TensorShapes:
+    """The shapes with those of quantised linear layers in the place of their weights."""
+    shapes = dict(plain)
+    for name, (shape,) in plain.items():
+        module = name.removesuffix(".weight")
+        if len(shape) != 2 or module == "model.embed_tokens":
+            continue
+        stored = quantization.tensor_shapes(module, *shape, found)
+        if stored is not None:
+            del shapes[name]
+            shapes |= stored
+            if f"{module}.bias" in found:  # some programs store zeros
+                shapes[f"{module}.bias"] = ((shape[0],),)
+    _require(shapes.keys() != plain.keys(), "a quantisation, and no quantised weights")
+    return shapes
 
 
 def _divide_frequencies(config: DecoderConfig, factors: Floats) -> DecoderConfig:
@@ -216,7 +242,6 @@ def _parse(config: Mapping[str, Any]) -> DecoderConfig:
     family = FAMILIES.get(str(config.get("model_type")))
     if family is None:
         raise UnsupportedModel("it is of another kind")
-    _require(not config.get("quantization_config"), "quantised weights")
     _require(config.get("hidden_act") == "silu", "another activation")
     window = config.get("sliding_window") if not family.optional_window or config.get("use_sliding_window") else None
     kinds = set(config.get("layer_types") or ())

@@ -431,7 +431,7 @@ class DecoderStep:
     def _compute(self, rows: int, total: int, drafts: bool) -> Tensor:
         """As in `_replay`."""
         buffers = self._buffers
-        vector = rows == 1 and not total and not drafts and not self.exact
+        vector = rows == 1 and not total and not drafts and not self.exact and not self.model.quantized
         self._embed(self.inputs, buffers if not total else self._buffers_of(total), self._settings, rows)
         if total:
             self._compute_mixed_layers(total)
@@ -763,9 +763,13 @@ class DecoderStep:
         gain, scaled, out_squares = (x, out, x) if residual is None else residual
         parallel = projection.split > 1 and not prefill
         programs = -(-rows // tile.rows) * (projection.outputs // tile.outputs) * (projection.split if parallel else 1)
+        packed = projection.packed
+        zeros = None if packed is None else packed.zeros
         step_kernels._linear[(programs,)](
             x,
             projection.weight,
+            x if packed is None else packed.scales,
+            x if zeros is None else zeros,
             x if projection.bias is None else projection.bias,
             x if squares is None else squares,
             gain,
@@ -786,6 +790,9 @@ class DecoderStep:
             STAGES=tile.stages,
             NT=parts,
             NTP=step_kernels.next_power(max(1, parts)),
+            KIND="" if packed is None else packed.kind.value,
+            GROUP=0 if packed is None or packed.group == packed.inputs else packed.group,
+            ZEROS=zeros is not None,
             BIAS=projection.bias is not None,
             GLU=gated,
             ACTIVATION=self.model.activation,

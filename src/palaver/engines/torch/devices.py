@@ -13,6 +13,7 @@ from torch import Tensor
 from palaver.engines.core.checkpoint import Checkpoint
 from palaver.engines.core.kv_cache import KVLayout
 from palaver.engines.core.options import Fit, default_cache_bytes
+from palaver.engines.core.quantization import BITS_PER_WORD, Quantization
 from palaver.engines.core.runner import ThreadCounts
 from palaver.errors import BadParameter
 from palaver.memory import available_bytes
@@ -79,20 +80,43 @@ FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 CPU = torch.device("cpu")
 
 
-def fit(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, compiled: bool = False) -> Fit:
-    weights = weights_bytes(checkpoint, dtype, device)
+def fit(
+    checkpoint: Checkpoint,
+    device: torch.device,
+    dtype: torch.dtype,
+    compiled: bool = False,
+    quantization: Quantization | None = None,
+) -> Fit:
+    """`quantization`: of a plain decoder, whose weights become floats on the CPU."""
+    weights = weights_bytes(checkpoint, dtype, device, quantization)
     if compiled and device.type == "cpu":
-        weights += sum(tensor.nbytes for tensor in checkpoint.tensors.values())
+        stored = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
+        weights += stored if quantization is None else weights
     return Fit.of(weights, free_bytes(device), str(device))
 
 
-def check_fit(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, compiled: bool = False) -> None:
+def check_fit(
+    checkpoint: Checkpoint,
+    device: torch.device,
+    dtype: torch.dtype,
+    compiled: bool = False,
+    quantization: Quantization | None = None,
+) -> None:
     """Raises DoesNotFit, before anything is loaded. Compiled steps hold a second copy of the weights, as stored."""
-    fit(checkpoint, device, dtype, compiled).check(checkpoint.name)
+    fit(checkpoint, device, dtype, compiled, quantization).check(checkpoint.name)
 
 
-def weights_bytes(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device = CPU) -> int:
+def weights_bytes(
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    device: torch.device = CPU,
+    quantization: Quantization | None = None,
+) -> int:
     """The memory of the loaded weights: floats are converted to the dtype, unless the checkpoint stays quantised."""
+    if quantization is not None and device.type == "cpu":
+        numbers = {"I32": BITS_PER_WORD // quantization.bits, "I64": 0}
+        elements = sum(tensor.elements * numbers.get(tensor.dtype, 1) for tensor in checkpoint.tensors.values())
+        return elements * dtype.itemsize
     method = quantization_method(checkpoint.config)
     dequantized = is_dequantized(checkpoint.config, device)
     total = 0

@@ -23,11 +23,19 @@ from palaver.engines.compiled.build import NO_COMPILER, Library, start_build
 from palaver.engines.compiled.decoder import CompiledRunner
 from palaver.engines.compiled.engine import compiled_fingerprint
 from palaver.engines.core.checkpoint import Checkpoint, open_checkpoint
-from palaver.engines.core.decoder_config import QKV, DecoderConfig, decoder_info, layer_prefix, read_decoder_config
+from palaver.engines.core.decoder_config import (
+    FLOATS,
+    QKV,
+    DecoderConfig,
+    decoder_info,
+    layer_prefix,
+    read_decoder_config,
+)
 from palaver.engines.core.engine import LocalEngine
 from palaver.engines.core.kv_cache import SlotAllocator
 from palaver.engines.core.media import MediaCache
 from palaver.engines.core.options import EngineOptions, check_cache_bytes
+from palaver.engines.core.quantization import Quantization, read_quantization
 from palaver.engines.core.runner import SMALL_MODEL, Runner, UnsupportedModel
 from palaver.engines.core.scheduler import SchedulerLimits
 from palaver.engines.torch.batch import build_batch, build_block_batch, sequence_chunk
@@ -60,6 +68,7 @@ from palaver.engines.torch.plain_decoder import (
     DecoderLayer,
     FusedDecoder,
     Linear,
+    LinearLayer,
     PlainDecoder,
     RMSNorm,
     RotaryEmbedding,
@@ -69,6 +78,7 @@ from palaver.engines.torch.plain_decoder import (
     norm_heads,
     transpose_weights,
 )
+from palaver.engines.torch.quantized_weights import QuantizedLinear, StoredWeight, read_weight
 from palaver.errors import BrokenModel, CantCompile, UnknownModel
 from palaver.memory import give_back_unused
 from palaver.phases import Vocabulary
@@ -139,7 +149,11 @@ def _limits(options: EngineOptions, device: torch.device, small: bool) -> Schedu
 
 
 def start_library_build(
-    checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, options: EngineOptions
+    checkpoint: Checkpoint,
+    device: torch.device,
+    dtype: torch.dtype,
+    options: EngineOptions,
+    quantization: Quantization | None = None,
 ) -> Future[Library] | None:
     """Starts to build or load the compiled code in a thread of its own. The future raises CantCompile with the reason
     where that fails. None where compiled steps are off, or by default on devices other than the CPU."""
@@ -148,7 +162,7 @@ def start_library_build(
         return None
     if device.type != "cpu" or dtype != torch.float32:
         return _no_library("they are for float32 on the CPU")
-    estimate = fit(checkpoint, device, dtype, compiled=True)
+    estimate = fit(checkpoint, device, dtype, True, quantization)
     if not estimate.fits and estimate.free_bytes is not None:
         needed, free = estimate.needed_bytes / 1e9, estimate.free_bytes / 1e9
         return _no_library(f"loading them needs about {needed:.1f} GB of memory, and {free:.1f} GB are free")
@@ -199,8 +213,21 @@ def describe_fit(
     torch_device = pick_device(device)
     torch_dtype = pick_dtype(dtype, torch_device)
     compiles = compiled is not False and torch_dtype == torch.float32
-    estimate = fit(checkpoint, torch_device, torch_dtype, compiled=compiles)
-    return str(estimate if estimate.fits or compiled else fit(checkpoint, torch_device, torch_dtype))
+    quantization = _plain_quantization(checkpoint)
+    estimate = fit(checkpoint, torch_device, torch_dtype, compiles, quantization)
+    if not estimate.fits and not compiled:
+        estimate = fit(checkpoint, torch_device, torch_dtype, False, quantization)
+    return str(estimate)
+
+
+def _plain_quantization(checkpoint: Checkpoint) -> Quantization | None:
+    """The quantisation of a plain decoder, if it is read without the library."""
+    try:
+        quantization = read_quantization(checkpoint.config)
+        read_decoder_config(checkpoint, quantization=quantization)
+    except UnsupportedModel:
+        return None
+    return quantization
 
 
 def load_plain_model(
@@ -213,10 +240,11 @@ def load_plain_model(
 ) -> TorchEngine:
     """Raises UnsupportedModel unless the configuration is that of a plain decoder."""
     checkpoint = open_checkpoint(model)
-    config = read_decoder_config(checkpoint)
+    quantization = read_quantization(checkpoint.config)
+    config = read_decoder_config(checkpoint, quantization=quantization)
     info = decoder_info(checkpoint, config, options.context, str(device), str(dtype).removeprefix("torch."))
-    check_fit(checkpoint, device, dtype, compiled=bool(options.compiled))
-    library = start_library_build(checkpoint, device, dtype, options)
+    check_fit(checkpoint, device, dtype, bool(options.compiled), quantization)
+    library = start_library_build(checkpoint, device, dtype, options, quantization)
     small = dtype.itemsize * sum(tensor.elements for tensor in checkpoint.tensors.values()) <= SMALL_MODEL
     threads = TorchThreads.choose(options.threads, small)
     with torch.inference_mode(), threads.applied():  # for a small model more threads only wait for each other
@@ -277,6 +305,7 @@ class _RunnerPicker:
         )
         if own is not None:
             return own[0], CUDA_KERNELS, own[1]
+        self._widen_quantized()
         if self._options.exact:
             with self._threads.applied():
                 passes, exactness = probe_exactness(decoder, layout, self._ids, may_pack=True)
@@ -287,6 +316,15 @@ class _RunnerPicker:
         ahead = self._options.run_ahead
         runner = TorchRunner(forward, layout, cache_limit, context_length, self._threads, run_ahead=ahead)
         return runner, steps, BY_BATCH
+
+    def _widen_quantized(self) -> None:
+        """Without the kernels, weights that become floats again in each pass are slow: they stay floats if they fit."""
+        wide = (
+            sum(one.packed.outputs * one.packed.inputs for one in self._parts.quantized) * self._layout.dtype.itemsize
+        )
+        free = free_bytes(self._layout.device)
+        if wide and free is not None and wide < free // 2:
+            self._parts.dequantize()
 
     def _probe(self, decoder: FusedDecoder) -> ForwardProbe:
         """Expects what the decoder itself gives for the whole text at once; CUDA graphs must give the same."""
@@ -329,6 +367,7 @@ class _DecoderReader:
         self._files = files
         self._device = device
         self._dtype = dtype
+        self._quantization = read_quantization(checkpoint.config)
 
     def decoder(self, max_position: int) -> PlainDecoder:
         config = self._config
@@ -346,7 +385,7 @@ class _DecoderReader:
             rotary=rotary,
             layers=[self._layer(layer_prefix(layer), rotary) for layer in range(config.num_layers)],
             norm=self._norm("model.norm"),
-            lm_head=Linear(transpose_weights(embedding), None) if config.tied else self._linear("", "lm_head"),
+            lm_head=self._head(embedding),
         )
 
     def _layer(self, prefix: str, rotary: RotaryEmbedding) -> DecoderLayer:
@@ -362,11 +401,41 @@ class _DecoderReader:
             rotary=rotary,
         )
 
-    def _linear(self, prefix: str, *names: str) -> Linear:
-        """Several layers side by side."""
-        weight = transpose_weights(torch.cat([self._tensor(f"{prefix}{name}.weight") for name in names]))
-        biases = [self._tensor(f"{prefix}{name}.bias") for name in names if name in self._config.biases]
-        return Linear(weight, torch.cat(biases) if biases else None)
+    def _head(self, embedding: Tensor) -> Linear:
+        """As floats, also if it is stored quantised."""
+        weight = embedding if self._config.tied else self._widen(self._weight("lm_head"))
+        return Linear(transpose_weights(weight), None)
+
+    def _linear(self, prefix: str, *names: str) -> LinearLayer:
+        """Several layers side by side. Quantised weights become floats on the CPU, and where they can't be packed."""
+        weights = [self._weight(f"{prefix}{name}") for name in names]
+        biases = [self._bias(f"{prefix}{name}.bias", name in self._config.biases) for name in names]
+        bias = torch.cat([bias for bias in biases if bias is not None]) if biases[0] is not None else None
+        stored = [weight for weight in weights if isinstance(weight, StoredWeight)]
+        if len(stored) == len(weights) and self._device.type != "cpu":
+            together = StoredWeight.side_by_side(stored)
+            packed = None if together is None else together.pack()
+            if packed is not None:
+                return QuantizedLinear(packed, bias, self._dtype)
+        return Linear(transpose_weights(torch.cat([self._widen(weight) for weight in weights])), bias)
+
+    def _weight(self, module: str) -> StoredWeight | Tensor:
+        """[outputs, inputs]."""
+        plain = self._checkpoint.tensors.get(f"{module}.weight")
+        if plain is not None and plain.dtype in FLOATS:
+            return self._tensor(f"{module}.weight")
+        assert self._quantization is not None
+        return read_weight(self._quantization, module, self._read)
+
+    def _widen(self, weight: StoredWeight | Tensor) -> Tensor:
+        return weight.dequantize(self._dtype) if isinstance(weight, StoredWeight) else weight
+
+    def _bias(self, name: str, used: bool) -> Tensor | None:
+        if used:
+            return self._tensor(name)
+        if name in self._checkpoint.tensors and bool(self._read(name).any()):  # some programs store zeros
+            raise UnsupportedModel(f"its weights are not those of its configuration ({name})")
+        return None
 
     def _norm(self, module: str) -> RMSNorm:
         return RMSNorm(self._tensor(f"{module}.weight"), self._config.epsilon)
@@ -376,6 +445,9 @@ class _DecoderReader:
         return norm_heads(query, key, self._config.num_heads, self._config.num_kv_heads, self._config.epsilon)
 
     def _tensor(self, name: str) -> Tensor:
-        file = self._files[self._checkpoint.tensors[name].path]
-        tensor: Tensor = file.get_tensor(name).to(self._device, self._dtype)
+        return self._read(name).to(self._dtype)
+
+    def _read(self, name: str) -> Tensor:
+        """As it is stored, on the device. Raises KeyError if there is none."""
+        tensor: Tensor = self._files[self._checkpoint.tensors[name].path].get_tensor(name).to(self._device)
         return tensor

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import copy
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -21,6 +21,7 @@ from palaver.engines.core.runner import UnsupportedModel
 from palaver.engines.torch.attention import MaskRule
 from palaver.engines.torch.attention_kernels import AttentionParams, ScoreWorkspace, pair_bytes
 from palaver.engines.torch.batch import ForwardBatch
+from palaver.engines.torch.quantized_weights import QuantizedLinear
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -52,6 +53,9 @@ class Linear:
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         out = torch.addmm(residual, x, self.weight)
         return out if self.bias is None else out.add_(self.bias)
+
+
+LinearLayer: TypeAlias = Linear | QuantizedLinear
 
 
 class RMSNorm:
@@ -153,14 +157,18 @@ class RotaryWithoutTables(RotaryEmbedding):
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
     input_norm: RMSNorm
-    qkv_proj: Linear
+    qkv_proj: LinearLayer
     qk_norm: RMSNorm | None
     paired_qk_weight: Tensor | None
     """The weight of `qk_norm` with the halves of each head interleaved."""
-    o_proj: Linear
+    o_proj: LinearLayer
     post_attention_norm: RMSNorm
-    gate_up_proj: Linear
-    down_proj: Linear
+    gate_up_proj: LinearLayer
+    down_proj: LinearLayer
+
+    @property
+    def linears(self) -> tuple[LinearLayer, ...]:
+        return self.qkv_proj, self.o_proj, self.gate_up_proj, self.down_proj
 
 
 class StaticRotary:
@@ -253,12 +261,31 @@ class PlainDecoder:
 
         return StepModel.of(self)
 
+    @property
+    def quantized(self) -> list[QuantizedLinear]:
+        return [one for layer in self.layers for one in layer.linears if isinstance(one, QuantizedLinear)]
+
+    def dequantize(self) -> None:
+        """Turns quantised weights into floats, layer by layer."""
+        for index, layer in enumerate(self.layers):
+            self.layers[index] = replace(
+                layer,
+                qkv_proj=_as_floats(layer.qkv_proj),
+                o_proj=_as_floats(layer.o_proj),
+                gate_up_proj=_as_floats(layer.gate_up_proj),
+                down_proj=_as_floats(layer.down_proj),
+            )
+
     def without_tables(self) -> PlainDecoder:
         """The same parts, for a few passes at late positions."""
         other = copy.copy(self)
         rotary = self.rotary
         other.rotary = RotaryWithoutTables(rotary._rotary, rotary._like, rotary._head_dim, rotary._max_position)
         return other
+
+
+def _as_floats(linear: LinearLayer) -> Linear:
+    return linear if isinstance(linear, Linear) else Linear(linear.weight, linear.bias)
 
 
 def build_layer(*, qk_norm: RMSNorm | None, rotary: RotaryEmbedding, **parts: Any) -> DecoderLayer:
@@ -420,7 +447,7 @@ def _norm_weights(norm: RMSNorm) -> NormWeights:
     return NormWeights(norm.weight.numpy(), norm.epsilon)
 
 
-def _projection_weights(linear: Linear, start: int = 0, stop: int | None = None) -> Projection:
+def _projection_weights(linear: LinearLayer, start: int = 0, stop: int | None = None) -> Projection:
     """The outputs from `start` to `stop`."""
     bias = None if linear.bias is None else linear.bias[start:stop].numpy()
     return Projection(Weight(linear.weight[:, start:stop].t().numpy(), "F32"), bias)

@@ -541,12 +541,194 @@ def _activate(gate, up, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def _sum_part(weights, inputs, valid, like, BK: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr):
+def _read_int4(words, bias, PLACE: tl.constexpr):
+    """The 4-bit integers at one place of words, plus `bias` and 128: they become the last bits of 128."""
+    if INTERPRETED:
+        result = ((words >> (4 * PLACE)) & 15).to(tl.float32) + (bias + 128)
+    else:
+        result = tl.inline_asm_elementwise(
+            """{
+                .reg .b32 pair, one;
+                mov.b32 one, 0x3F803F80;
+                prmt.b32 pair, $1, $2, $3;
+                shr.u32 pair, pair, $5;
+                lop3.b32 pair, pair, 0x000F000F, 0x43004300, 0xEA;
+                fma.rn.bf16x2 $0, pair, one, $7;
+            }""",
+            "=r,r,r,r,r,r,r,r",
+            [words, 0x5410 if PLACE < 4 else 0x7632, 4 * (PLACE % 4), bias],
+            dtype=tl.bfloat16,
+            is_pure=True,
+            pack=2,
+        )
+    return result
+
+
+@triton.jit
+def _read_float8(words, PLACE: tl.constexpr):
+    """The 8-bit floats at one place of words."""
+    if INTERPRETED:
+        top = words << (24 - 8 * PLACE)
+        bits = (top & -2147483648) | ((top >> 4) & 0x07F00000)
+        result = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120: the exponent has another bias
+    else:
+        result = tl.inline_asm_elementwise(
+            """{
+                .reg .b32 pair, halves;
+                .reg .b16 low, high, first, second;
+                .reg .f32 a, b;
+                prmt.b32 pair, $1, $2, $3;
+                mov.b32 {low, high}, pair;
+                cvt.rn.f16x2.e4m3x2 halves, low;
+                mov.b32 {first, second}, halves;
+                cvt.f32.f16 a, first;
+                cvt.f32.f16 b, second;
+                cvt.rn.bf16x2.f32 $0, b, a;
+            }""",
+            "=r,r,r,r,r",
+            [words, (4 + PLACE) * 16 + PLACE],
+            dtype=tl.bfloat16,
+            is_pure=True,
+            pack=2,
+        )
+    return result
+
+
+@triton.jit
+def _read_int8(words, PLACE: tl.constexpr):
+    """The 8-bit integers at one place of words, less 128: they become the last bits of 2^23."""
+    bits = ((words >> (8 * PLACE)) & 255) | 0x4B000000
+    return bits.to(tl.float32, bitcast=True) - 8388736.0
+
+
+@triton.jit
+def _read_place(words, bias, KIND: tl.constexpr, PLACE: tl.constexpr, dtype: tl.constexpr):
+    if KIND == "int4":
+        result = _read_int4(words, bias, PLACE)
+    elif KIND == "float8":
+        result = _read_float8(words, PLACE)
+    else:
+        result = _read_int8(words, PLACE)
+    return result.to(dtype)
+
+
+@triton.jit
+def _zero_points(zeros, WORDS: tl.constexpr, ZEROS: tl.constexpr, BN: tl.constexpr):
+    """What is added to 4-bit integers and 128: less 8 where no zero points are stored."""
+    dtype: tl.constexpr = tl.float32 if INTERPRETED else tl.bfloat16
+    if ZEROS:
+        bias = tl.broadcast_to((-128.0 - tl.load(zeros).to(tl.float32)).to(dtype)[:, None], [BN, WORDS])
+    else:
+        bias = tl.full([BN, WORDS], -136.0, dtype)
+    return bias
+
+
+@triton.jit
+def _add_packed(
+    a,
+    b,
+    weights,
+    up,
+    scales,
+    zeros,
+    inputs,
+    valid,
+    at,
+    N: tl.constexpr,
+    OUT: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    KIND: tl.constexpr,
+    GROUP: tl.constexpr,
+    ZEROS: tl.constexpr,
+    GLU: tl.constexpr,
+):
+    """Adds the products of a block of packed weights, whose first input is `at`, to a; with GLU, those of the block
+    `up` to b. The sums of a group's products are multiplied by its scale; GROUP = 0: that is left to the caller."""
+    PLACES: tl.constexpr = 8 if KIND == "int4" else 4
+    WORDS: tl.constexpr = BK // PLACES
+    PER: tl.constexpr = GROUP if GROUP > 0 else 1 << 30
+    words = tl.load(weights)
+    up_words = tl.load(up) if GLU else words
+    line = at // PER * OUT
+    bias = _zero_points(zeros + line, WORDS, ZEROS, BN)
+    up_bias = _zero_points(zeros + line + N, WORDS, ZEROS, BN) if GLU else bias
+    part_a = tl.zeros_like(a)
+    part_b = tl.zeros_like(a)
+    for place in tl.static_range(PLACES):
+        x = tl.load(inputs + place * WORDS, mask=valid[None, :], other=0.0)
+        if ZEROS and GROUP > 0 and place > 0 and place * WORDS % GROUP == 0:
+            line = (at + place * WORDS) // PER * OUT
+            bias = _zero_points(zeros + line, WORDS, ZEROS, BN)
+            up_bias = _zero_points(zeros + line + N, WORDS, ZEROS, BN) if GLU else bias
+        w = _read_place(words, bias, KIND, place, x.dtype)
+        if GROUP > 0:
+            part_a = tl.dot(w, x, part_a, input_precision="ieee")
+        else:
+            a = tl.dot(w, x, a, input_precision="ieee")
+        if GLU:
+            u = _read_place(up_words, up_bias, KIND, place, x.dtype)
+            if GROUP > 0:
+                part_b = tl.dot(u, x, part_b, input_precision="ieee")
+            else:
+                b = tl.dot(u, x, b, input_precision="ieee")
+        if GROUP > 0 and (place == PLACES - 1 or (place + 1) * WORDS % GROUP == 0):
+            scale = scales + (at + place * WORDS) // PER * OUT
+            a += part_a * tl.load(scale)[:, None]
+            part_a = tl.zeros_like(a)
+            if GLU:
+                b += part_b * tl.load(scale + N)[:, None]
+                part_b = tl.zeros_like(a)
+    return a, b
+
+
+@triton.jit
+def _sum_part(
+    weights,
+    scales,
+    zeros,
+    inputs,
+    valid,
+    like,
+    first,
+    N: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    STEPS: tl.constexpr,
+    STAGES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    KIND: tl.constexpr,
+    GROUP: tl.constexpr,
+    ZEROS: tl.constexpr,
+):
+    """The sum of a part's products. `first`: its first input. WIDTH: from one tile of weights to the next."""
     summed = tl.zeros_like(like)
-    for _ in tl.range(0, STEPS, num_stages=STAGES):
-        x = tl.load(inputs, mask=valid[None, :], other=0.0)
-        summed = tl.dot(tl.load(weights), x, summed, input_precision="ieee")
-        weights += BK
+    for i in tl.range(0, STEPS, num_stages=STAGES):
+        if KIND == "":
+            x = tl.load(inputs, mask=valid[None, :], other=0.0)
+            summed = tl.dot(tl.load(weights), x, summed, input_precision="ieee")
+        else:
+            at = first + i * BK
+            summed, _ = _add_packed(
+                summed,
+                summed,
+                weights,
+                weights,
+                scales,
+                zeros,
+                inputs,
+                valid,
+                at,
+                N,
+                N,
+                BN,
+                BK,
+                KIND,
+                GROUP,
+                ZEROS,
+                False,
+            )
+        weights += WIDTH
         inputs += BK
     return summed
 
@@ -555,6 +737,8 @@ def _sum_part(weights, inputs, valid, like, BK: tl.constexpr, STEPS: tl.constexp
 def _linear(
     x_ptr,
     weight_ptr,
+    scale_ptr,
+    zero_ptr,
     bias_ptr,
     squares_ptr,
     gain_ptr,
@@ -575,6 +759,9 @@ def _linear(
     STAGES: tl.constexpr,
     NT: tl.constexpr,
     NTP: tl.constexpr,
+    KIND: tl.constexpr,
+    GROUP: tl.constexpr,
+    ZEROS: tl.constexpr,
     BIAS: tl.constexpr,
     GLU: tl.constexpr,
     ACTIVATION: tl.constexpr,
@@ -592,6 +779,8 @@ def _linear(
     NT > 0: x lacks a norm, and the result is scaled by it, from NT partial sums of squares. GLU: the weights are those
     of gate and up, and the result is that of ACTIVATION. RESIDUAL: adds to `out`; also writes the sum times the next
     norm's gain, and its sums of squares.
+    KIND: of packed weights (`quantized_weights.py`); "": floats. GROUP: how many inputs share a scale; 0: all. BN is
+    then 64, and BK the inputs of a block: the order of sums depends on it.
     """
     pid = tl.program_id(0)
     row_tiles = (rows + BM - 1) // BM
@@ -604,9 +793,20 @@ def _linear(
     n = tile * BN + tl.arange(0, BN)
     m = row_tile * BM + tl.arange(0, BM)
     valid = m < rows
-    k = part * KS + tl.arange(0, BK)
-    weights = weight_ptr + n[:, None].to(tl.int64) * K + k[None, :]
+    OUT: tl.constexpr = 2 * N if GLU else N
+    PLACES: tl.constexpr = 1 if KIND == "" else 8 if KIND == "int4" else 4
+    WORDS: tl.constexpr = BK // PLACES
+    UP: tl.constexpr = N * K // PLACES
+    WIDTH: tl.constexpr = BK if KIND == "" else 64 * WORDS
+    k = part * KS + tl.arange(0, WORDS)
+    if KIND == "":
+        weights = weight_ptr + n[:, None].to(tl.int64) * K + k[None, :]
+    else:
+        within = tl.arange(0, BN)[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
+        weights = weight_ptr + (tile * (K // BK) + part * (KS // BK)) * WIDTH + within
     inputs = x_ptr + m[None, :].to(tl.int64) * K + k[:, None]
+    scales = scale_ptr + n
+    zeros = zero_ptr + n
     LINES: tl.constexpr = max(BK // 64, 1)
     line = part * KS + tl.arange(0, LINES) * 64
     ahead = weight_ptr + n[:, None].to(tl.int64) * K + line[None, :]
@@ -624,29 +824,55 @@ def _linear(
     b = tl.zeros([BN, BM], tl.float32)
     if PARALLEL or SPLIT == 1:
         for i in tl.range(0, STEPS, num_stages=STAGES):
-            x = tl.load(inputs, mask=valid[None, :], other=0.0)
             if DISTANCE > 1 and DISTANCE < STEPS:
                 far = tl.minimum(i + DISTANCE, STEPS - 1) * BK
                 _prefetch(ahead + far)
                 if GLU:
                     _prefetch(ahead + N * K + far)
-            a = tl.dot(tl.load(weights), x, a, input_precision="ieee")
-            if GLU:
-                b = tl.dot(tl.load(weights + N * K), x, b, input_precision="ieee")
-            weights += BK
+            if KIND == "":
+                x = tl.load(inputs, mask=valid[None, :], other=0.0)
+                a = tl.dot(tl.load(weights), x, a, input_precision="ieee")
+                if GLU:
+                    b = tl.dot(tl.load(weights + UP), x, b, input_precision="ieee")
+            else:
+                at = part * KS + i * BK
+                a, b = _add_packed(
+                    a,
+                    b,
+                    weights,
+                    weights + UP,
+                    scales,
+                    zeros,
+                    inputs,
+                    valid,
+                    at,
+                    N,
+                    OUT,
+                    BN,
+                    BK,
+                    KIND,
+                    GROUP,
+                    ZEROS,
+                    GLU,
+                )
+            weights += WIDTH
             inputs += BK
             if PDL and not EARLY:  # noqa: SIM102 (known when the kernel is compiled)
                 if i == max(STEPS - max(DISTANCE, 2), 0):
                     gdc_launch_dependents()
-    elif SPLIT <= UNROLLED:
-        for _ in tl.static_range(SPLIT):
-            a += _sum_part(weights, inputs, valid, a, BK, STEPS, STAGES)
-            weights += KS
+    elif SPLIT <= UNROLLED and KIND == "":
+        for j in tl.static_range(SPLIT):
+            a += _sum_part(
+                weights, scales, zeros, inputs, valid, a, j * KS, N, BN, BK, STEPS, STAGES, WIDTH, KIND, GROUP, ZEROS
+            )
+            weights += STEPS * WIDTH
             inputs += KS
     else:
-        for _ in tl.range(0, SPLIT):
-            a += _sum_part(weights, inputs, valid, a, BK, STEPS, STAGES)
-            weights += KS
+        for j in tl.range(0, SPLIT):
+            a += _sum_part(
+                weights, scales, zeros, inputs, valid, a, j * KS, N, BN, BK, STEPS, STAGES, WIDTH, KIND, GROUP, ZEROS
+            )
+            weights += STEPS * WIDTH
             inputs += KS
     if PARTS > 1:
         place = (pid * BN + tl.arange(0, BN))[:, None] * BM + tl.arange(0, BM)[None, :]
@@ -661,6 +887,10 @@ def _linear(
         for i in tl.static_range(PARTS):
             step = i * row_tiles * BN * BM
             a += tl.load(partial_ptr + place + step, mask=valid[None, :], other=0.0, cache_modifier=".cg")
+    if KIND != "" and GROUP == 0:
+        a *= tl.load(scales)[:, None]
+        if GLU:
+            b *= tl.load(scales + N)[:, None]
     if NT > 0:
         index = tl.arange(0, NTP)
         squares = squares_ptr + m[:, None] * NT + index[None, :]

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from palaver.engines.core.runner import UnsupportedModel
 from palaver.engines.torch import mxfp4, step_kernels
-from palaver.engines.torch.plain_decoder import DecoderLayer, Linear, PlainDecoder
+from palaver.engines.torch.plain_decoder import DecoderLayer, Linear, LinearLayer, PlainDecoder
+from palaver.engines.torch.quantized_weights import BLOCK_OUTPUTS, Kind, PackedWeight, QuantizedLinear
 
 ROWS = 32
 """Rows of a tile in a decode step."""
@@ -102,7 +103,7 @@ class TiledProjection:
     """A linear layer and how its products are divided."""
 
     weight: Tensor
-    """[out, in]."""
+    """[out, in]; the words of quantised weights."""
     bias: Tensor | None
     outputs: int
     inputs: int
@@ -111,10 +112,14 @@ class TiledProjection:
     prefill_tiles: tuple[tuple[int, TileShape], ...]
     """By the number of rows up to which each is taken; the last one for all others."""
     vector: VectorShape
+    packed: PackedWeight | None = None
+    """Of quantised weights, which only tiles read."""
 
     @classmethod
-    def of(cls, linear: Linear, gated: bool = False, router: bool = False) -> TiledProjection:
+    def of(cls, linear: LinearLayer, gated: bool = False, router: bool = False) -> TiledProjection:
         """`gated`: its outputs are those of gate and up, one after the other. `router`: it has very few outputs."""
+        if isinstance(linear, QuantizedLinear):
+            return cls._of_packed(linear.packed, linear.bias, gated)
         weight = linear.weight.t().contiguous()
         outputs, inputs = weight.shape[0] // (2 if gated else 1), weight.shape[1]
         if outputs % 64 or inputs % 64:
@@ -130,18 +135,27 @@ class TiledProjection:
         tiles = (*MIXED_TILES.get((outputs, inputs), ()), (0, prefill))
         return cls(weight, linear.bias, outputs, inputs, split, tile, tiles, vector)
 
+    @classmethod
+    def _of_packed(cls, packed: PackedWeight, bias: Tensor | None, gated: bool) -> TiledProjection:
+        outputs, inputs, width = packed.outputs // (2 if gated else 1), packed.inputs, packed.width
+        if outputs % BLOCK_OUTPUTS:
+            raise UnsupportedModel("sizes that are no multiples of 64")
+        split = 1 if gated else _split(outputs, inputs, 2 * BUSY_TILES, width)
+        tile = TileShape(ROWS, BLOCK_OUTPUTS, width, 3 if packed.kind is Kind.INT4 else 4)
+        prefill = TileShape(64, BLOCK_OUTPUTS, width, 2) if gated else TileShape(128, BLOCK_OUTPUTS, width, 2, 8)
+        vector = VectorShape(4, 64, 4)
+        return cls(packed.words, bias, outputs, inputs, split, tile, ((0, prefill),), vector, packed)
+
     def prefill_tile(self, rows: int) -> TileShape:
         """For a pass over so many rows with prompts."""
         return next(tile for most, tile in self.prefill_tiles if rows <= most or not most)
 
 
-def _split(outputs: int, inputs: int) -> int:
+def _split(outputs: int, inputs: int, busy: int = BUSY_TILES, depth: int = 64) -> int:
     """In how many parts the inputs are summed: more where there are few outputs to keep the device busy."""
     split = 1
     while (
-        2 * split * (outputs // 64) <= BUSY_TILES
-        and inputs // (2 * split) >= MIN_PART
-        and inputs % (2 * split * 64) == 0
+        2 * split * (outputs // 64) <= busy and inputs // (2 * split) >= MIN_PART and inputs % (2 * split * depth) == 0
     ):
         split *= 2
     return split
@@ -347,6 +361,11 @@ class StepModel:
     """As `step_kernels._activate` names it."""
     logit_softcap: float = 0.0
     """0: none."""
+
+    @property
+    def quantized(self) -> bool:
+        """Whether linear layers are quantised."""
+        return any(one.packed is not None for layer in self.layers for one in layer.projections)
 
     @property
     def experts(self) -> Experts | None:
