@@ -8,6 +8,7 @@
     PYTHONPATH=src python3 benchmarks/accelerator.py --arrivals     requests that come and go
     PYTHONPATH=src python3 benchmarks/accelerator.py --bits 2000    the exact mode: replies alone, in batches, cut
     PYTHONPATH=src python3 benchmarks/accelerator.py --drafts       the exact mode with drafts over that without
+    PYTHONPATH=src python3 benchmarks/accelerator.py --search       the quickest tiles of products, for the next start
 
 Needs only torch and transformers. `--device cpu --tiny` runs the same code without an accelerator.
 """
@@ -17,9 +18,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
+import json
 import logging
 import random
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -28,17 +31,19 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from palaver.constraints import Constraint, Grammar
-from palaver.engines.torch import EngineOptions, SchedulerLimits, TorchEngine
+from palaver.engines.torch import EngineOptions, SchedulerLimits, TorchEngine, load
 from palaver.engines.torch.library_engine import model_engine
 from palaver.engines.torch.loader import quiet
 from palaver.generation import Prompt, Step
 from palaver.memory import collect_seldom
 from palaver.sampling import Sampling
 from tests.engines import tiny
+from tests.engines.quantized_files import FORMATS, store_tensors
 
 FAMILIES = ("llama", "qwen3", "gemma3", "gpt_oss", "mistral", "qwen3_moe", "phi3", "phi", "qwen2", "gpt2")
 RECURRENT = ("qwen3_next", "lfm2", "mamba")
@@ -261,6 +266,23 @@ def random_model(shape: dict[str, Any], device: str, vocabulary: int) -> Any:
     return model
 
 
+def quantized_engine(model: Any, form: str, vocabulary: list[bytes], options: EngineOptions) -> tuple[TorchEngine, int]:
+    """The engine of a checkpoint of the model in a quantised format, and the bytes of the weights that a step reads."""
+    with tempfile.TemporaryDirectory() as folder:
+        stored: dict[str, Any] = {}
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                found, _ = store_tensors({name: parameter.data}, form)
+                stored |= {key: tensor.cpu().contiguous() for key, tensor in found.items()}
+        settings = model.config.to_dict() | {"quantization_config": FORMATS[form][1]}
+        Path(folder, "config.json").write_text(json.dumps(settings))
+        save_file(stored, Path(folder, "model.safetensors"))
+        device = str(next(model.parameters()).device)
+        model.to("meta")  # makes room
+        read = sum(tensor.nbytes for name, tensor in stored.items() if "embed_tokens" not in name)
+        return load(folder, vocabulary=vocabulary, device=device, options=options), read
+
+
 SAMPLINGS = {
     "stored turn": Sampling(temperature=0.6, top_k=20, top_p=0.95, logprobs=5),
     "temperature 1": Sampling(temperature=1.0, logprobs=5),
@@ -375,10 +397,14 @@ class Speed:
         self.missed = 1 - shape.get("num_experts_per_tok", 1) / experts
         """The share of a layer's experts that a token doesn't take."""
         self.token_bytes = 4 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * shape["head_dim"]
+        self.weight_bytes = 2 * self.weights
         began = time.perf_counter()
-        self.engine = model_engine(
-            name, model, [b"x"] * self.size, EngineOptions(fused=not arguments.library, exact=arguments.exact)
-        )
+        options = EngineOptions(fused=not arguments.library, exact=arguments.exact)
+        if arguments.weights is None:
+            self.engine = model_engine(name, model, [b"x"] * self.size, options)
+        else:
+            self.engine, self.weight_bytes = quantized_engine(model, arguments.weights, [b"x"] * self.size, options)
+            del model
         collect_seldom()  # as the engine's process does
         experts = f" and {self.experts / 1e9:.2f} G of experts" if self.experts else ""
         print(f"{name}: {self.weights / 1e9:.2f} G weights{experts}, {self.engine.info.reuse}", end="")
@@ -407,7 +433,7 @@ class Speed:
         seconds, after = time.perf_counter() - began, self.engine.statistics
         rate = batch * tokens / seconds
         weights = self.weights + self.experts * (1 - self.missed**batch)  # with experts chosen at random
-        read = 2 * weights + batch * (context + tokens / 2) * self.token_bytes
+        read = self.weight_bytes + 2 * (weights - self.weights) + batch * (context + tokens / 2) * self.token_bytes
         allowed = batch * self.limit / read
         forward = (after.forward_seconds - before.forward_seconds) / tokens
         print(
@@ -683,6 +709,38 @@ async def speed(arguments: argparse.Namespace) -> None:
             torch.cuda.empty_cache()
 
 
+async def search(arguments: argparse.Namespace) -> None:
+    """The tiles that products have now and the quickest ones, which the next start uses."""
+    from palaver.engines.torch.tile_timer import search_tiles
+
+    for name, shape in arguments.shapes.items():
+        began = time.perf_counter()
+        model = random_model(shape, arguments.device, 151936)
+        engine = model_engine(name, model, [b"x"] * 151936, EngineOptions(exact=arguments.exact))
+        runner: Any = engine._scheduler._runner
+        await engine.close()
+        print(f"{name}: {engine.info.steps}, ready after {time.perf_counter() - began:.1f} s", flush=True)
+        began = time.perf_counter()
+        tried = rejected = 0
+        with torch.inference_mode():
+            for found in search_tiles(runner._step, everything=True, seconds=arguments.search, compilers=8).run():
+                product, tile = found.product, "" if found.tile == found.default else f" {tuple(found.tile)}"
+                kind = f"{product.outputs} x {product.inputs}{' gated' if product.gated else ''} {product.weights}"
+                print(
+                    f"{name:11} {kind:28} {product.rows or 'decode':>6} {found.default_seconds * 1e6:8.1f} us"
+                    f" {tuple(found.default)} -> {found.default_seconds * found.ratio * 1e6:8.1f} us, {found.ratio:.1%}"
+                    f"{tile}; {found.tried} tried, {found.rejected} rejected",
+                    flush=True,
+                )
+                tried += found.tried
+                rejected += found.rejected
+        seconds = time.perf_counter() - began
+        print(f"{name}: {tried} tiles in {seconds:.1f} s; {rejected} failed or gave other bits\n", flush=True)
+        del runner, engine, model
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
 async def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--identity", action="store_true")
@@ -692,11 +750,13 @@ async def main() -> int:
     parser.add_argument("--arrivals", action="store_true")
     parser.add_argument("--bits", type=int, default=0, metavar="CYCLES")
     parser.add_argument("--drafts", action="store_true")
+    parser.add_argument("--search", type=float, nargs="?", const=120.0, default=0.0, metavar="SECONDS")
     parser.add_argument("--exact", action="store_true")
     parser.add_argument("--shape", choices=SHAPES, help="only this one")
     parser.add_argument("--batch", type=int, help="only this number of streams")
     parser.add_argument("--rates", type=int, nargs="*", default=[25, 40], help="arrivals a second")
     parser.add_argument("--library", action="store_true", help="the library's model code instead of the fused decoder")
+    parser.add_argument("--weights", help="with --speed: a quantised format, such as 'fp8 channels' or 'int4 groups'")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--tiny", action="store_true")
@@ -716,8 +776,11 @@ async def main() -> int:
         or arguments.arrivals
         or arguments.bits
         or arguments.drafts
+        or arguments.search
     )
     failures = await identity(arguments.device, False) if arguments.identity or not chosen else 0
+    if arguments.search:
+        await search(arguments)
     if arguments.kernels:
         failures += await identity(arguments.device, True)
     if arguments.speed or arguments.sampling or not chosen:

@@ -209,6 +209,7 @@ def _engine_options(spec: EngineSpec) -> EngineOptions:
         threads=spec.threads,
         states=spec.states,
         approximate_cache=spec.approximate_cache,
+        search_tiles=True,
     )
 
 

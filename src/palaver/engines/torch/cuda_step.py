@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import methodcaller
 from typing import Any
 
@@ -23,15 +24,14 @@ from palaver.engines.torch.cuda_graphs import Capture
 from palaver.engines.torch.device_changes import to_device
 from palaver.engines.torch.step_weights import (
     NO_WINDOW,
-    ROWS,
     ExpertProjection,
     Experts,
     FeedForward,
     StepLayer,
     StepModel,
     TiledProjection,
-    TileShape,
 )
+from palaver.engines.torch.tile_shapes import ROWS, TileShape
 from palaver.sampling import Sampling
 
 MIXED_ROWS = (128, 256, 512, 1024)
@@ -754,9 +754,10 @@ class DecoderStep:
         softcap: float = 0.0,
         rows: int | None = None,
         prefill: bool = False,
+        compile_only: bool = False,
     ) -> None:
         """`squares`: of x, which lacks a norm. `residual`: the gain of the norm after it, and where its input and the
-        partial sums of squares go."""
+        partial sums of squares go. `compile_only`: computes nothing."""
         rows = len(x) if rows is None else rows
         tile = projection.prefill_tile(rows) if prefill else projection.tile
         parts = 0 if squares is None else squares.shape[1]
@@ -765,7 +766,9 @@ class DecoderStep:
         programs = -(-rows // tile.rows) * (projection.outputs // tile.outputs) * (projection.split if parallel else 1)
         packed = projection.packed
         zeros = None if packed is None else packed.zeros
-        step_kernels._linear[(programs,)](
+        kernel, grid = step_kernels._linear, (programs,)
+        launch = partial(kernel.warmup, grid=grid) if compile_only else kernel[grid]
+        launch(
             x,
             projection.weight,
             x if packed is None else packed.scales,

@@ -117,7 +117,9 @@ class TorchEngine(LocalEngine):
         info = replace(info, fingerprint=str(fingerprint))
         limits = _limits(options, torch.device(info.device), small)
         on_host = torch.device(info.device).type == "cpu"
-        super().__init__(info, vocabulary, runner, limits, _thread_context(threads, on_host), on_failure, media)
+        on_idle = runner.on_idle if isinstance(runner, TorchRunner) else None
+        context = _thread_context(threads, on_host)
+        super().__init__(info, vocabulary, runner, limits, context, on_failure, media, on_idle)
 
 
 def _thread_context(threads: TorchThreads, on_host: bool) -> Callable[[], AbstractContextManager[None]]:

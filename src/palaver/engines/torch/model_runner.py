@@ -160,6 +160,9 @@ class Forward(Protocol):
 
 
 class TorchRunner(SlotRunner[Tensor]):
+    on_idle: Callable[[], bool] | None = None
+    """As in `Worker`."""
+
     def __init__(
         self,
         forward: Forward,
@@ -356,6 +359,7 @@ def pick_step_runner(
         return None
     try:
         from palaver.engines.torch.step_runner import StepRunner, build_step
+        from palaver.engines.torch.tile_timer import search_tiles
 
         parts = read()
         limits = options.limits or SchedulerLimits()
@@ -368,7 +372,10 @@ def pick_step_runner(
         return None
     settings: dict[str, Any] = {"run_ahead": options.run_ahead, "media": media, "long_prompts": long_prompts}
     settings["speculate"] = verifies and options.speculate
-    return StepRunner(step, forward, layout, cache_bytes, context_length, threads, **settings), exactness
+    runner = StepRunner(step, forward, layout, cache_bytes, context_length, threads, **settings)
+    if options.search_tiles:
+        runner.on_idle = search_tiles(step).advance
+    return runner, exactness
 
 
 def _half(chunk: SequenceChunk) -> int:

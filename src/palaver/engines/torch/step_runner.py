@@ -28,6 +28,7 @@ from palaver.engines.torch.device_sampler import DeviceLogits, DeviceSampler, st
 from palaver.engines.torch.devices import TensorLayout, TorchThreads
 from palaver.engines.torch.model_runner import Forward, TorchRunner
 from palaver.engines.torch.step_weights import StepModel
+from palaver.engines.torch.tile_timer import with_known_tiles
 from palaver.sampling import Sampling
 
 PROBE_TOKENS = 150
@@ -306,6 +307,7 @@ def build_step(
 
     Raises UnsupportedModel for models and devices that the kernels don't know, and where they don't give the decoder's
     logits."""
+    model = with_known_tiles(model)
     newest = torch.cuda.get_device_capability(layout.device) >= (9, 0)
     drafted_rows = MAX_ROWS if exact else 0
     step = DecoderStep(model, exact, CudaGraphCapture(layout.device), max(max_rows, drafted_rows), pdl=newest)

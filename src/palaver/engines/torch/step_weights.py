@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,81 +14,14 @@ from palaver.engines.core.runner import UnsupportedModel
 from palaver.engines.torch import mxfp4, step_kernels
 from palaver.engines.torch.plain_decoder import DecoderLayer, Linear, LinearLayer, PlainDecoder
 from palaver.engines.torch.quantized_weights import BLOCK_OUTPUTS, Kind, PackedWeight, QuantizedLinear
+from palaver.engines.torch.tile_shapes import MIXED_TILES, ROWS, TILES, VECTORS, TileShape, VectorShape
 
-ROWS = 32
-"""Rows of a tile in a decode step."""
 PREFILL_ROWS = 64
 """Queries of all heads that one program of a prefill attends for."""
 EXPERT_ROWS = 16
-"""The same for the rows of one expert."""
+"""Rows of a tile of one expert."""
 NO_WINDOW = 1 << 30
 """The window of a layer that sees all tokens."""
-
-
-class TileShape(NamedTuple):
-    """How a product is divided. Only the number of parts of K changes bits, and it follows from the sizes alone."""
-
-    rows: int
-    outputs: int
-    depth: int
-    stages: int
-    warps: int = 4
-    distance: int = 0
-    early: bool = False
-
-
-class VectorShape(NamedTuple):
-    """How the product with a single row is divided."""
-
-    outputs: int
-    depth: int
-    warps: int
-    ahead: int = 0
-
-
-TILES: dict[tuple[int, int], TileShape] = {
-    (6144, 4096): TileShape(ROWS, 64, 128, 5, 4, 8),
-    (4096, 4096): TileShape(ROWS, 64, 128, 5),
-    (12288, 4096): TileShape(ROWS, 64, 64, 3),
-    (4096, 12288): TileShape(ROWS, 64, 128, 5, 4, 1, True),
-    (4096, 1024): TileShape(ROWS, 64, 128, 4, 4, 8),
-    (1024, 2048): TileShape(ROWS, 64, 128, 4, 4, 8),
-    (3072, 1024): TileShape(ROWS, 64, 64, 4, 4, 16),
-    (1024, 3072): TileShape(ROWS, 64, 128, 3, 4, 6),
-}
-"""By the numbers of outputs and inputs: what was quickest on an H200."""
-MIXED_TILES: dict[tuple[int, int], tuple[tuple[int, TileShape], ...]] = {
-    (6144, 4096): (
-        (128, TileShape(64, 64, 64, 5)),
-        (256, TileShape(128, 128, 64, 4, 8)),
-        (512, TileShape(128, 128, 64, 3, 8)),
-        (0, TileShape(128, 128, 64, 4, 8)),
-    ),
-    (4096, 4096): ((128, TileShape(64, 64, 128, 4)), (256, TileShape(64, 64, 64, 5))),
-    (4096, 12288): ((128, TileShape(64, 64, 128, 4)), (256, TileShape(64, 64, 64, 5))),
-    (4096, 1024): (
-        (128, TileShape(64, 64, 128, 4)),
-        (256, TileShape(64, 64, 64, 5)),
-        (512, TileShape(128, 128, 64, 4, 8)),
-    ),
-    (1024, 2048): ((512, TileShape(64, 64, 128, 4)), (0, TileShape(64, 128, 64, 4, 8))),
-    (3072, 1024): ((128, TileShape(64, 64, 128, 4)), (256, TileShape(64, 128, 64, 4, 8))),
-    (1024, 3072): ((0, TileShape(64, 128, 64, 4, 8)),),
-}
-"""The same for passes with prompts: up to how many rows each; 0: for all."""
-VECTORS: dict[tuple[int, int], VectorShape] = {
-    (6144, 4096): VectorShape(4, 4096, 8),
-    (4096, 4096): VectorShape(8, 2048, 8),
-    (12288, 4096): VectorShape(2, 4096, 4),
-    (4096, 12288): VectorShape(8, 1024, 4),
-    (151936, 4096): VectorShape(4, 4096, 8, 264),
-    (4096, 1024): VectorShape(2, 1024, 2),
-    (1024, 2048): VectorShape(4, 2048, 4, 264),
-    (3072, 1024): VectorShape(4, 1024, 2, 132),
-    (1024, 3072): VectorShape(4, 4096, 8, 264),
-    (151936, 1024): VectorShape(4, 1024, 2, 528),
-}
-"""The same for single rows."""
 BUSY_TILES = 128
 """Tiles of outputs from which a product keeps the whole device busy."""
 MIN_PART = 768

@@ -1,0 +1,249 @@
+"""How the products of a CUDA step are divided into tiles: the shapes, those that were tuned, and those that a search
+tries on a device.
+
+A tile never changes a bit of a result. Each sum runs over the inputs in one order, in parts whose number follows from
+the sizes alone (`ProductShape.split`). Vectors are not searched: their shapes are part of the order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+ROWS = 32
+"""Rows of a tile in a decode step."""
+
+
+class TileShape(NamedTuple):
+    """How a product is divided. Only the number of parts of K changes bits, and it follows from the sizes alone."""
+
+    rows: int
+    outputs: int
+    depth: int
+    stages: int
+    warps: int = 4
+    distance: int = 0
+    early: bool = False
+
+
+class VectorShape(NamedTuple):
+    """How the product with a single row is divided."""
+
+    outputs: int
+    depth: int
+    warps: int
+    ahead: int = 0
+
+
+TUNED_DEVICE = "NVIDIA H200"
+"""The device of the tables below. Elsewhere they are where a search starts."""
+TILES: dict[tuple[int, int], TileShape] = {
+    (6144, 4096): TileShape(ROWS, 64, 128, 5, 4, 8),
+    (4096, 4096): TileShape(ROWS, 64, 128, 5),
+    (12288, 4096): TileShape(ROWS, 64, 64, 3),
+    (4096, 12288): TileShape(ROWS, 64, 128, 5, 4, 1, True),
+    (4096, 1024): TileShape(ROWS, 64, 128, 4, 4, 8),
+    (1024, 2048): TileShape(ROWS, 64, 128, 4, 4, 8),
+    (3072, 1024): TileShape(ROWS, 64, 64, 4, 4, 16),
+    (1024, 3072): TileShape(ROWS, 64, 128, 3, 4, 6),
+}
+"""By the numbers of outputs and inputs: what was quickest on an H200."""
+MIXED_TILES: dict[tuple[int, int], tuple[tuple[int, TileShape], ...]] = {
+    (6144, 4096): (
+        (128, TileShape(64, 64, 64, 5)),
+        (256, TileShape(128, 128, 64, 4, 8)),
+        (512, TileShape(128, 128, 64, 3, 8)),
+        (0, TileShape(128, 128, 64, 4, 8)),
+    ),
+    (4096, 4096): ((128, TileShape(64, 64, 128, 4)), (256, TileShape(64, 64, 64, 5))),
+    (4096, 12288): ((128, TileShape(64, 64, 128, 4)), (256, TileShape(64, 64, 64, 5))),
+    (4096, 1024): (
+        (128, TileShape(64, 64, 128, 4)),
+        (256, TileShape(64, 64, 64, 5)),
+        (512, TileShape(128, 128, 64, 4, 8)),
+    ),
+    (1024, 2048): ((512, TileShape(64, 64, 128, 4)), (0, TileShape(64, 128, 64, 4, 8))),
+    (3072, 1024): ((128, TileShape(64, 64, 128, 4)), (256, TileShape(64, 128, 64, 4, 8))),
+    (1024, 3072): ((0, TileShape(64, 128, 64, 4, 8)),),
+}
+"""The same for passes with prompts: up to how many rows each; 0: for all."""
+VECTORS: dict[tuple[int, int], VectorShape] = {
+    (6144, 4096): VectorShape(4, 4096, 8),
+    (4096, 4096): VectorShape(8, 2048, 8),
+    (12288, 4096): VectorShape(2, 4096, 4),
+    (4096, 12288): VectorShape(8, 1024, 4),
+    (151936, 4096): VectorShape(4, 4096, 8, 264),
+    (4096, 1024): VectorShape(2, 1024, 2),
+    (1024, 2048): VectorShape(4, 2048, 4, 264),
+    (3072, 1024): VectorShape(4, 1024, 2, 132),
+    (1024, 3072): VectorShape(4, 4096, 8, 264),
+    (151936, 1024): VectorShape(4, 1024, 2, 528),
+}
+"""The same for single rows."""
+
+SEARCHED_ROWS = (128, 256, 512, 1024)
+"""Numbers of rows of passes with prompts that have a tile each; the last one's is for all longer passes, too."""
+PLAIN_WEIGHTS = ("bfloat16", "float16", "float32")
+DEPTH_STAGES = {64: (4, 6), 128: (3, 4, 5), 256: (3,)}
+"""Stages that are tried in a decode step, by the depth of a tile."""
+DISTANCES = (1, 4, 8, 16)
+PREFILL_TILES = (
+    TileShape(64, 64, 64, 5),
+    TileShape(64, 64, 128, 4),
+    TileShape(64, 128, 64, 4, 8),
+    TileShape(64, 128, 128, 3, 8),
+    TileShape(128, 64, 64, 4),
+    TileShape(128, 128, 64, 3, 8),
+    TileShape(128, 128, 64, 4, 8),
+    TileShape(128, 256, 64, 3, 8),
+    TileShape(256, 128, 64, 3, 8),
+)
+MANY_ROWS = 512
+"""Rows of a pass from which tiles of more than 128 rows are tried."""
+MAX_STAGES = 6
+MIN_STAGES = 2
+MAX_ACCUMULATORS = 128
+"""Registers of a thread that hold sums."""
+RESERVED_SHARED = 1024
+"""Bytes of shared memory that barriers may take beside the tiles."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceLimits:
+    """What a device has for a program."""
+
+    name: str
+    capability: tuple[int, int]
+    shared_memory: int
+    """Bytes that one program may take."""
+    processors: int
+
+    @property
+    def has_dependent_launch(self) -> bool:
+        """Whether a kernel may start while the one before it ends."""
+        return self.capability >= (9, 0)
+
+    @property
+    def multiplies_shared(self) -> bool:
+        """Whether products are computed from shared memory; elsewhere the last stage is in registers."""
+        return self.capability[0] in (9, 10, 11)
+
+    @property
+    def max_distance(self) -> int:
+        """How far ahead a loop may ask the L2 for weights: Triton 3.6 does not compile such loops for these devices."""
+        return 1 if self.capability[0] in (10, 11) else max(DISTANCES)
+
+
+@dataclass(frozen=True, slots=True)
+class ProductShape:
+    """What the tile of a product is chosen by."""
+
+    outputs: int
+    inputs: int
+    split: int
+    """In how many parts the inputs are summed."""
+    gated: bool
+    weights: str
+    """Their dtype, and how many of them share a scale if they are quantised."""
+    rows: int = 0
+    """Of a pass with prompts; 0: a decode step."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the weights are not quantised. The others are stored in blocks and groups, which set the sizes of a
+        tile: only its stages are searched."""
+        return self.weights in PLAIN_WEIGHTS
+
+    def with_rows(self, rows: int) -> ProductShape:
+        return replace(self, rows=rows)
+
+    def is_tuned_for(self, limits: DeviceLimits) -> bool:
+        """Whether the tables hold the quickest tiles on this device."""
+        known = self.weights == "bfloat16" and (self.outputs, self.inputs) in TILES
+        return known and limits.name == TUNED_DEVICE
+
+    def shared_memory(self, tile: TileShape, limits: DeviceLimits) -> int:
+        """The bytes that a program takes, at most."""
+        itemsize = 4 if self.weights == "float32" else 2
+        bits = 8 * itemsize if self.is_plain else 4 if self.weights.startswith("int4") else 8
+        lines = tile.outputs * (2 if self.gated else 1)
+        stages = tile.stages if limits.multiplies_shared else max(1, tile.stages - 1)
+        return stages * tile.depth * (lines * bits // 8 + tile.rows * itemsize) + RESERVED_SHARED
+
+    def allows(self, tile: TileShape, limits: DeviceLimits) -> bool:
+        """Whether the kernels compute the product in such tiles on the device.
+
+        Eight warps need 128 outputs: each group of four multiplies 64 of them, by the same instruction for all tiles.
+        """
+        prefill = self.rows > 0
+        accumulators = tile.rows * tile.outputs * (2 if self.gated else 1) // (32 * max(1, tile.warps))
+        return (
+            (tile.rows in (64, 128, 256) if prefill else tile.rows == ROWS)
+            and tile.outputs in (64, 128, 256)
+            and self.outputs % tile.outputs == 0
+            and (tile.depth in DEPTH_STAGES or not self.is_plain)
+            and self.inputs // self.split % tile.depth == 0
+            and 1 <= tile.stages <= MAX_STAGES
+            and self.shared_memory(tile, limits) <= limits.shared_memory
+            and (tile.warps == 4 or (tile.warps == 8 and (tile.outputs >= 128 or not self.is_plain)))
+            and accumulators <= MAX_ACCUMULATORS
+            and 0 <= tile.distance <= (0 if prefill else limits.max_distance)
+            and not (tile.early and (prefill or not limits.has_dependent_launch))
+        )
+
+
+def fit_tile(tile: TileShape, product: ProductShape, limits: DeviceLimits) -> TileShape:
+    """The tile, or the nearest to it that the device allows; the tile itself where none is known."""
+    tile = tile._replace(
+        distance=min(tile.distance, limits.max_distance), early=tile.early and limits.has_dependent_launch
+    )
+    small = TileShape(64 if product.rows else ROWS, 64, 64, 4)
+    for shape in (tile, small) if product.is_plain else (tile,):
+        for stages in range(shape.stages, 0, -1):
+            fitting = shape._replace(stages=stages)
+            if product.allows(fitting, limits):
+                return fitting
+    return tile
+
+
+def candidates(product: ProductShape, start: TileShape, limits: DeviceLimits) -> list[TileShape]:
+    """The shapes that a search tries first, besides the one it starts from."""
+    if not product.is_plain:
+        found: Iterable[TileShape] = (start._replace(stages=stages) for stages in range(MIN_STAGES, MAX_STAGES + 1))
+    elif product.rows:
+        found = _prefill_tiles(product, limits)
+    else:
+        found = _decode_tiles(product, limits)
+    return _distinct(found, product, start, limits)
+
+
+def refinements(product: ProductShape, best: TileShape, limits: DeviceLimits) -> list[TileShape]:
+    """What a search tries next, from the quickest shape so far."""
+    found = [best._replace(stages=best.stages + more) for more in (-1, 1)]
+    if product.is_plain and not product.rows:
+        found += [best._replace(distance=distance) for distance in DISTANCES]
+        found += [best._replace(distance=1, early=True), best._replace(early=True)]
+    return _distinct(found, product, best, limits)
+
+
+def _decode_tiles(product: ProductShape, limits: DeviceLimits) -> Iterator[TileShape]:
+    wide = product.outputs // 128 * product.split >= limits.processors
+    for outputs in (64, 128) if wide else (64,):
+        for depth, counts in DEPTH_STAGES.items():
+            for stages in counts:
+                yield TileShape(ROWS, outputs, depth, stages)
+
+
+def _prefill_tiles(product: ProductShape, limits: DeviceLimits) -> Iterator[TileShape]:
+    for tile in PREFILL_TILES:
+        if tile.rows <= 128 or product.rows >= MANY_ROWS:
+            stages = range(tile.stages, MIN_STAGES - 1, -1)
+            fitting = (tile._replace(stages=count) for count in stages)
+            yield next((found for found in fitting if product.allows(found, limits)), tile)
+
+
+def _distinct(
+    tiles: Iterable[TileShape], product: ProductShape, but: TileShape, limits: DeviceLimits
+) -> list[TileShape]:
+    """Those that the device allows, each once."""
+    return [tile for tile in dict.fromkeys(tiles) if tile != but and product.allows(tile, limits)]
