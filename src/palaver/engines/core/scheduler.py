@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from palaver.engines.core.generation import LocalGeneration, Outbox
-from palaver.engines.core.request import SequenceState, split_prefill_budget
-from palaver.engines.core.request_queue import RequestQueue
+from palaver.engines.core.request import RequestQueue, SequenceState, split_prefill_budget
 from palaver.engines.core.runner import PassInterrupted, RunAhead, Runner, VerifyDrafts
 from palaver.engines.core.sampler import Logits, SampledStep
 from palaver.engines.core.speculation import MAX_ROWS, DraftLookup, PassCosts

@@ -98,14 +98,14 @@ def _tensors(value: Any) -> Iterator[Tensor]:
         yield from _tensors(vars(value))
 
 
-class Snapshot(Protocol):
+class SizedState(Protocol):
     """The state after some tokens."""
 
     @property
     def nbytes(self) -> int: ...
 
 
-S = TypeVar("S", bound=Snapshot)
+S = TypeVar("S", bound=SizedState)
 ModelState = RecurrentState | StatelessModel
 SnapshotKey = tuple[Hashable, tuple[Hashable, ...]]
 """The namespace and all keys up to the snapshot."""
