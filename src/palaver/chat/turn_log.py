@@ -28,6 +28,8 @@ RETRY_SECONDS = (0.05, 1.0)
 """The first and the longest pause between attempts to reach it."""
 COMMIT_SECONDS = 0.008
 """How long tokens wait for those of other turns, after the start of the commit before."""
+FIRST_TOKENS = 2
+"""Tokens of a turn that wait for no others: with them it has text, mostly, and somebody waits for that."""
 T = TypeVar("T")
 P = ParamSpec("P")
 _log = logging.getLogger(__name__)
@@ -206,7 +208,8 @@ class TokenRecorder:
     """Stores the tokens of all turns: all that arrive during one transaction go into the next.
 
     A commit costs the same for one turn as for many, here and in every process that is notified of it. So it waits
-    a few milliseconds while most of the running turns have no tokens in it, but not after a pause.
+    a few milliseconds while most of the running turns have no tokens in it, but not after a pause, nor if it has the
+    first tokens of a turn.
 
     While the database does not answer, they wait. When it is back it may have lost the last commits, and may have one
     that was not confirmed: what is missing is stored, unless another process has taken the reply over.
@@ -243,7 +246,7 @@ class TokenRecorder:
         self._waiting.append(_WaitingTokens(TokenFrame(reply_id, position, tuple(steps), timings), earlier, recorded))
         if self._writing is None or self._writing.done():
             self._writing = asyncio.create_task(self._write())
-        elif len(self._waiting) >= self._most:
+        elif len(self._waiting) >= self._most or len(earlier) < FIRST_TOKENS:
             self._has_most.set()
         await recorded
 
@@ -278,7 +281,8 @@ class TokenRecorder:
     async def _wait_for_others(self) -> None:
         pause = self._begun_at + COMMIT_SECONDS - time.monotonic()
         self._most = (self._count_running() + 1) // 2
-        if pause > 0 and len(self._waiting) < self._most:
+        is_first = any(len(one.earlier) < FIRST_TOKENS for one in self._waiting)
+        if pause > 0 and len(self._waiting) < self._most and not is_first:
             self._has_most.clear()
             with suppress(TimeoutError):
                 async with asyncio.timeout(pause):
