@@ -463,6 +463,7 @@ def test_two_tools_of_the_demo_run_after_one_answer(terminal: Terminal, door: Do
 
 def test_any_script(terminal: Terminal) -> None:
     fresh(terminal)
+    terminal.do("/max_tokens 40")
     for text in ("日本語のテキスト", "שלום עולם", "naïve café 🎉"):
         terminal.do(f"Say {text}")
     shown = terminal.do("/history")
