@@ -214,6 +214,17 @@ def test_the_logits_of_quantised_weights(form: str) -> None:
     assert torch.allclose(case.decode((other, LENGTH))[0], expected, atol=1e-4 * scale)
 
 
+@torch.inference_mode()
+@pytest.mark.parametrize("name", ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"])
+def test_a_model_with_one_quantised_layer_is_computed_by_tiles(name: str) -> None:
+    """The kernels for a single row read floats alone."""
+    parts, changed = decoder_parts(size=128), quantize(decoder_parts(size=128), "int8 channels")
+    change: dict[str, Any] = {name: getattr(changed.layers[0], name)}
+    parts.layers[0] = replace(parts.layers[0], **change)
+    assert StepModel.of(parts).quantized
+    assert not StepModel.of(decoder_parts(size=128)).quantized
+
+
 @ON_GPU
 @torch.inference_mode()
 @pytest.mark.parametrize("form", FORMATS)

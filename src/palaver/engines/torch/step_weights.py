@@ -209,11 +209,18 @@ class StepLayer:
     """Of the norm of the feed-forward part's result before it is added."""
 
     @property
+    def linears(self) -> tuple[TiledProjection, ...]:
+        """All but those of experts."""
+        feed_forward = self.feed_forward
+        more = (
+            (feed_forward.router,) if isinstance(feed_forward, Experts) else (feed_forward.gate_up, feed_forward.down)
+        )
+        return self.qkv, self.output, *more
+
+    @property
     def projections(self) -> tuple[TiledProjection, ...]:
         """Those whose inputs may be summed in parts."""
-        feed_forward = self.feed_forward
-        last = feed_forward.router if isinstance(feed_forward, Experts) else feed_forward.down
-        return self.qkv, self.output, last
+        return self.qkv, self.output, self.linears[-1]
 
     @classmethod
     def of(cls, layer: DecoderLayer, parts: PlainDecoder) -> StepLayer:
@@ -296,8 +303,8 @@ class StepModel:
 
     @property
     def quantized(self) -> bool:
-        """Whether linear layers are quantised."""
-        return any(one.packed is not None for layer in self.layers for one in layer.projections)
+        """Whether some linear layers are quantised."""
+        return any(one.packed is not None for layer in self.layers for one in layer.linears)
 
     @property
     def experts(self) -> Experts | None:
