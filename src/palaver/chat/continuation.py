@@ -36,7 +36,7 @@ class Continuation:
         if reply.reply is None or not is_same_tokenizer(model, reply):
             return await self._from_text(model, await self._conversation(reply), reply, key)
         steps, new = await to_thread(self._load, model, reply, owner)
-        request = new[0].request
+        request = new.stream.request
         try:
             return await self._turns.resume(model, reply, new, key)
         except Conflict:

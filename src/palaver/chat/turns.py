@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapp
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
-from typing import TypeVar, cast
+from typing import NamedTuple, TypeVar, cast
 from weakref import WeakValueDictionary
 
 from palaver.chat.interface import ConversationChange
@@ -74,8 +74,11 @@ class NewTurn:
     """The rendered request, if it is rendered already."""
 
 
-NewStream = tuple[GeneratedReply, Callable[[str], None]]
-"""A stream, and a function that sets the reply's id: it is known only once the reply is stored."""
+class NewStream(NamedTuple):
+    """The stream of a turn, and a function that sets the reply's id: it is known only once the reply is stored."""
+
+    stream: GeneratedReply
+    set_reply_id: Callable[[str], None]
 
 
 @dataclass(eq=False)
@@ -461,7 +464,7 @@ class Turns:
             reply_id.append(id)
             stream.prompt = replace(stream.prompt, turn=id)
 
-        return stream, set_reply_id
+        return NewStream(stream, set_reply_id)
 
     def _store_reply(self, lease: Lease, new_turn: NewTurn) -> tuple[StoredMessage, bool]:
         """The reply, and whether to run it: a reply that was found by its key runs already or has ended."""
