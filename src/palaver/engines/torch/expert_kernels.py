@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from palaver.engines.torch.step_kernels import _activate, _load_weights
+from palaver.engines.torch.step_kernels import _activate, _load_weights, _rounded
 
 
 @triton.jit(do_not_specialize=["capacity"])
@@ -170,6 +170,9 @@ def _expert_linear(
                     b = tl.dot(tl.load(weights + UP * K), x, b, input_precision="ieee")
                 weights += BK
                 inputs += BK
+            if K == BK:
+                a = _rounded(a)
+                b = _rounded(b)
         if NT > 0:
             index = tl.arange(0, NTP)
             squares = squares_ptr + row[:, None] * NT + index[None, :]

@@ -58,6 +58,15 @@ def _prefetch(pointers):
 
 
 @triton.jit
+def _rounded(x):
+    """The same numbers. The compiler would start the sum of a single product of tiles with what is added to it later,
+    which rounds differently."""
+    if INTERPRETED:
+        return x
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
 def _mix(x):
     """The finaliser of splitmix64, as in `core/rng.py`."""
     x = x + 0x9E3779B97F4A7C15
@@ -730,7 +739,7 @@ def _sum_part(
             )
         weights += WIDTH
         inputs += BK
-    return summed
+    return _rounded(summed) if STEPS == 1 else summed
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -874,6 +883,9 @@ def _linear(
             )
             weights += STEPS * WIDTH
             inputs += KS
+    if STEPS == 1:
+        a = _rounded(a)
+        b = _rounded(b)
     if PARTS > 1:
         place = (pid * BN + tl.arange(0, BN))[:, None] * BM + tl.arange(0, BM)[None, :]
         tl.store(partial_ptr + place, a, mask=valid[None, :])
