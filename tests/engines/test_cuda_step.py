@@ -435,7 +435,7 @@ def test_random_numbers_are_those_of_the_host() -> None:
     number = uniform(2**63 - 25, 1, 2)  # the token at position 4 is the third of a reply that starts at position 2
     assert float(case.step._settings[0, 4]) == number
     shares = logits[0].double().softmax(0).cumsum(0)
-    assert int(results[0, device_filters.TOKEN]) == int((shares <= number).sum())
+    assert int(results()[0, device_filters.TOKEN]) == int((shares <= number).sum())
 
 
 @ON_GPU

@@ -11,8 +11,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed: the runner of CUDA steps is not tested")
@@ -31,6 +33,7 @@ from tests.engines.reference import Reference
 from tests.engines.test_scheduler import cases, stop_and_go
 
 DEVICE = torch.device("cpu")
+Results = Callable[[], NDArray[np.float64]]
 
 
 @pytest.fixture(autouse=True)
@@ -64,7 +67,7 @@ class TorchStep:
 
     def run(
         self, rows: Sequence[StepRow], sources: Sequence[int] | None = None, prompts: Sequence[SequenceChunk] = ()
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Results]:
         assert len(rows) <= self.max_rows
         assert sum(len(chunk.ids) for chunk in prompts) <= self.max_prompt_tokens
         if prompts:
@@ -79,12 +82,13 @@ class TorchStep:
         self._rows = list(rows)
         return self._sample(self._decoder(batch).float())
 
-    def verify(self, rows: Sequence[StepRow]) -> tuple[Tensor, Tensor]:
+    def verify(self, rows: Sequence[StepRow]) -> tuple[Tensor, Results]:
         self.verified += 1
         found = [self.run([row]) for row in rows]
-        return torch.cat([logits for logits, _ in found]), torch.cat([results for _, results in found])
+        table = np.concatenate([results() for _, results in found])
+        return torch.cat([logits for logits, _ in found]), lambda: table
 
-    def repeat(self) -> tuple[Tensor, Tensor]:
+    def repeat(self) -> tuple[Tensor, Results]:
         self.repeated += 1
         chunks = [replace(row.chunk, start=row.chunk.start + 1) for row in self._rows]
         self._rows = [replace(row, chunk=chunk) for row, chunk in zip(self._rows, chunks, strict=True)]
@@ -92,11 +96,11 @@ class TorchStep:
         batch.set_tokens(self._sampled[: len(chunks)])
         return self._sample(self._decoder(batch).float())
 
-    def _sample(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+    def _sample(self, logits: Tensor) -> tuple[Tensor, Results]:
         settings = [processor_of(row) for row in self._rows]
         results = device_filters.sample_rows(logits, logits, settings, device_filters.REPORTED)
         self.set_tokens(results[:, device_filters.TOKEN].long())
-        return logits, results
+        return logits, results.numpy
 
 
 def processor_of(row: StepRow) -> Any:

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from palaver.engines.torch import expert_kernels, sampling_kernels, step_kernels
+from palaver.engines.torch import device_filters, expert_kernels, sampling_kernels, step_kernels
 from palaver.engines.torch.batch import SequenceChunk
 from palaver.engines.torch.cuda_graphs import Capture
 from palaver.engines.torch.device_changes import to_device
@@ -44,6 +44,9 @@ BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
 """Numbers of rows with a graph; the rest of a graph's rows are padding."""
 PROGRAMS = ((4, 32), (16, 16), (0, 8))
 """Up to how many rows so many programs share the attention of a row and a KV head."""
+JOINED_TILES, JOINED_COLUMNS = 24, 32
+"""Tiles of attention that a program joins at once, and the part of a head that it computes: what it loads is then under
+way together, since it has a register for each number."""
 FIRST_CAPACITY = 16384
 """Tokens of the longest sequence that the buffers have room for at first."""
 MEASURED_START = 4096
@@ -53,6 +56,23 @@ FIELDS = ("token", "position", "rotary", "base", "member", "head", "state", "sta
 0 and the distances between layers and heads there; the state of its random numbers and where its reply starts; 1, or 0
 for padding. The last two belong to no row: they list the blocks of prompts that attention is computed for, each with
 its first row, counted from the first one of a prompt, and its number of rows."""
+
+
+def slot_address(chunk: SequenceChunk) -> tuple[int, int, int]:
+    """Where the keys of the slot's first layer are, and the elements between its layers and between its heads. All
+    layers have the same heads."""
+    ((heads, size), buffer), pool = next(iter(chunk.pool.buffers.items())), chunk.pool
+    slot = heads * pool.capacity * size
+    return (
+        buffer.data_ptr() + chunk.index * slot * buffer.element_size(),
+        pool.num_slots * slot,
+        pool.capacity * size,
+    )
+
+
+def attention_programs(rows: int) -> int:
+    """How many programs share the attention of a row and a KV head."""
+    return next(programs for most, programs in PROGRAMS if rows <= most or not most)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,8 +162,29 @@ class StepBuffers:
         self.down_squares = squares[rows * parts[0] :].view(rows, parts[1])
 
 
+class HostResults:
+    """The sampler's results of a step, a row each (see `device_filters`), in memory of the host that the step writes
+    to. The step after the next one overwrites them: read them before it starts."""
+
+    def __init__(self, table: Tensor, done: torch.cuda.Event | None) -> None:
+        """`done`: recorded behind the step; None where the step has ended."""
+        self._table = table
+        self._done = done
+        self._read: NDArray[np.float64] | None = None
+
+    def __call__(self) -> NDArray[np.float64]:
+        """Waits for the step, and for nothing that starts later."""
+        if self._read is None:
+            if self._done is not None:
+                self._done.synchronize()
+            self._read = self._table.numpy().copy()
+        return self._read
+
+
 class DecoderStep:
-    """The weights, buffers and graphs of one model. `exact`: single rows have the bits that they have in a batch."""
+    """The weights, buffers and graphs of one model. `exact`: single rows have the bits that they have in a batch.
+
+    Logits and results have two places, which steps use in turn: what a step left is read while the next one runs."""
 
     def __init__(self, model: StepModel, exact: bool, capture: Capture | None, max_rows: int, pdl: bool) -> None:
         """`capture`: None where every kernel is launched by itself. `pdl`: programmatic dependent launch."""
@@ -176,7 +217,12 @@ class DecoderStep:
         }
         short = StepBuffers(model, self._short_rows, lambda projection: projection.tile, shared)
         self._mixed_buffers[self._short_rows] = short
-        self._logits = torch.zeros(max_rows, model.head.outputs, device=self.device)
+        self._logits = torch.zeros(2, max_rows, model.head.outputs, device=self.device)
+        on_cuda = self.device.type == "cuda"
+        shape = (2, max_rows, device_filters.WIDTH)
+        self._results = torch.zeros(shape, dtype=torch.float64, pin_memory=on_cuda)
+        self._place = 0
+        """Of the last step's logits and results."""
         self.lists = sampling_kernels.BlockLists(max_rows, model.head.outputs, self.device)
         """Of the last step's logits."""
         most = max(p.outputs * p.split for layer in self.layers for p in layer.projections)
@@ -184,8 +230,9 @@ class DecoderStep:
         self._partials = torch.zeros(most * row_tiles * ROWS, device=self.device)
         self._counters = torch.zeros(most // 64 * row_tiles, dtype=torch.int32, device=self.device)
         self._capacity = 0
-        self._graphs: dict[tuple[int, int, bool], tuple[Callable[[], Tensor], Tensor]] = {}
-        """By the numbers of rows of a step, and of all rows, and whether they may be tokens of one sequence."""
+        self._graphs: dict[tuple[int, int, bool, int], Callable[[], Tensor]] = {}
+        """By the numbers of rows of a step, and of all rows, whether they may be tokens of one sequence, and the place
+        of the logits and results."""
         self._count = self._longest = 0
         """The rows of the last step, and the last position of the longest of them."""
         self.costs: MixedCosts | None = None
@@ -204,7 +251,7 @@ class DecoderStep:
 
     def last_logits(self, rows: int) -> Tensor:
         """Those of the last step, as long as no other runs: of so many rows and padding."""
-        return self._logits[: self._bucket(rows)]
+        return self._logits[self._place, : self._bucket(rows)]
 
     def replace_tokens(self, results: Tensor) -> None:
         """The next step of the same rows goes on with these tokens instead of those that the last one sampled."""
@@ -215,9 +262,9 @@ class DecoderStep:
         rows: Sequence[StepRow],
         sources: Sequence[int] | None = None,
         prompts: Sequence[SequenceChunk] = (),
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, HostResults]:
         """Computes one token of each row, which is written to its slot; samples the next one by the settings of its
-        reply. Returns the logits and the sampler's results; both are overwritten by the next step.
+        reply. Returns the logits and the sampler's results; both are overwritten by the step after the next one.
 
         `sources`: of each row, the row of the last step whose token it has; -1 where its chunk has the token, None
         where all have. `prompts` are computed in the same pass, at most `max_prompt_tokens`; the last token of a
@@ -228,30 +275,35 @@ class DecoderStep:
         self._prepare(rows, prompts if total == self._short_rows else ())
         self._load_rows(rows, sources, prompts)
         if prompts:
-            logits, results = self._replay(self.max_rows, total)
+            self._replay(self.max_rows, total)
         else:
-            logits, results = self._replay(self._bucket(count))
+            self._replay(self._bucket(count))
         self._count = count
-        return self._cut(logits, count), results[:count]
+        return self._take_results(count)
 
-    def verify(self, rows: Sequence[StepRow]) -> tuple[Tensor, Tensor]:
+    def verify(self, rows: Sequence[StepRow]) -> tuple[Tensor, HostResults]:
         """As `run`, where rows may be tokens of one sequence that follow each other: each sees those before it."""
         self._prepare(rows)
         self._load_rows(rows)
-        logits, results = self._replay(self._bucket(len(rows)), drafts=True)
-        return self._cut(logits, len(rows)), results[: len(rows)]
+        self._replay(self._bucket(len(rows)), drafts=True)
+        return self._take_results(len(rows))
 
-    def repeat(self) -> tuple[Tensor, Tensor]:
+    def repeat(self) -> tuple[Tensor, HostResults]:
         """The next step of the same rows, with the tokens that the last one sampled. The slots have room for them."""
         self._longest += 1
         if self._longest >= self._capacity:
             self._reserve(2 * self._longest)
-        logits, results = self._replay(self._bucket(self._count))
-        return self._cut(logits, self._count), results[: self._count]
+        self._replay(self._bucket(self._count))
+        return self._take_results(self._count)
 
-    def _cut(self, logits: Tensor, rows: int) -> Tensor:
-        """Without padding."""
-        return logits[:rows, : self.model.vocabulary_size]
+    def _take_results(self, rows: int) -> tuple[Tensor, HostResults]:
+        """The logits and the results of the last step, without padding."""
+        done = None
+        if self.device.type == "cuda":
+            done = torch.cuda.Event()
+            done.record()
+        logits = self._logits[self._place, :rows, : self.model.vocabulary_size]
+        return logits, HostResults(self._results[self._place, :rows], done)
 
     def _prepare(self, rows: Sequence[StepRow], prompts: Sequence[SequenceChunk] = ()) -> None:
         """Makes room for the attention of these rows, and of prompts that are computed as rows are."""
@@ -307,7 +359,7 @@ class DecoderStep:
             chunk = row.chunk
             position = chunk.start
             new[:3, i] = chunk.ids[0], position, position + chunk.rotary_shift
-            new[3:6, i] = self._address(chunk)
+            new[3:6, i] = slot_address(chunk)
             new[6, i] = np.uint64(row.uniform_state).view(np.int64)
             new[7:9, i] = row.reply_start, 1
             settings[:, i] = row.settings
@@ -326,7 +378,7 @@ class DecoderStep:
             columns[0, at:stop] = chunk.ids
             columns[1, at:stop] = np.arange(chunk.start, chunk.start + stop - at)
             columns[2, at:stop] = columns[1, at:stop] + chunk.rotary_shift
-            columns[3:6, at:stop] = np.array(self._address(chunk))[:, None]
+            columns[3:6, at:stop] = np.array(slot_address(chunk))[:, None]
             columns[8, at:stop] = 1
             blocks += [
                 (chunk.start + first - at, first, min(queries, stop - first)) for first in range(at, stop, queries)
@@ -339,29 +391,19 @@ class DecoderStep:
 
     @property
     def _unused_address(self) -> tuple[int, int, int]:
-        """As in `_address`, for padding."""
+        """As in `slot_address`, for padding."""
         return self._unused.data_ptr(), self._heads.kv_heads * self._heads.size, self._heads.size
-
-    def _address(self, chunk: SequenceChunk) -> tuple[int, int, int]:
-        """Where the keys of the slot's first layer are, and the elements between its layers and between its heads."""
-        ((heads, size), buffer), pool = next(iter(chunk.pool.buffers.items())), chunk.pool
-        slot = heads * pool.capacity * size
-        return (
-            buffer.data_ptr() + chunk.index * slot * buffer.element_size(),
-            pool.num_slots * slot,
-            pool.capacity * size,
-        )
 
     def capture_all(self, drafted_rows: int = 0) -> None:
         """Captures the graphs of all numbers of rows, so that no request waits for one; those that verify drafts up to
         so many rows."""
         if self.capture is not None:
-            for bucket in self._buckets:
-                self._replay(bucket)
-                if 1 < bucket <= drafted_rows:
-                    self._replay(bucket, drafts=True)
-            for rows in self.mixed_rows:
-                self._replay(self.max_rows, rows)
+            steps = [(bucket, 0, False) for bucket in self._buckets]
+            steps += [(bucket, 0, True) for bucket in self._buckets if 1 < bucket <= drafted_rows]
+            steps += [(self.max_rows, rows, False) for rows in self.mixed_rows]
+            for step in steps:
+                for _ in range(2):  # one for each place of the results
+                    self._replay(*step)
             self.costs = self._measure()
 
     def _measure(self) -> MixedCosts:
@@ -401,23 +443,17 @@ class DecoderStep:
             seconds.append(began.elapsed_time(ended) / 1e3)
         return min(seconds)
 
-    def _replay(self, bucket: int, total: int = 0, drafts: bool = False) -> tuple[Tensor, Tensor]:
+    def _replay(self, bucket: int, total: int = 0, drafts: bool = False) -> None:
         """`total`: all rows of a mixed step, else 0. `drafts`: as in `verify`."""
+        self._place = 1 - self._place
         if self.capture is None:
-            return self._logits, self._compute(bucket, total, drafts)
-        key = bucket, total, drafts
+            self._compute(bucket, total, drafts)
+            return
+        key = bucket, total, drafts, self._place
         if key not in self._graphs:
-            self._compute_for_compilation(*key)
-            results: list[Tensor] = []
-
-            def compute() -> Tensor:
-                results.append(self._compute(*key))
-                return results[0]
-
-            self._graphs[key] = (self.capture(compute), results[0])
-        replay, out = self._graphs[key]
-        replay()
-        return self._logits, out
+            self._compute_for_compilation(bucket, total, drafts)
+            self._graphs[key] = self.capture(partial(self._compute, bucket, total, drafts))
+        self._graphs[key]()
 
     def _compute_for_compilation(self, bucket: int, total: int, drafts: bool) -> None:
         """Kernels can't be compiled while a graph is captured. Leaves the tables and the cache as they are."""
@@ -444,7 +480,7 @@ class DecoderStep:
                     self._rotate_and_write(layer, index, self.inputs, buffers.qkv[:rows])
                 self._attend(layer, index, buffers, rows, rotated=drafts)
                 self._finish_layer(index, buffers, self.inputs, rows=rows)
-        logits, head, softcap = self._logits[:rows], self.model.head, self.model.logit_softcap
+        logits, head, softcap = self._logits[self._place, :rows], self.model.head, self.model.logit_softcap
         if vector:
             self._matvec(head, buffers.hidden, logits, gain=self.model.final_gain, softcap=softcap)
         else:
@@ -452,7 +488,7 @@ class DecoderStep:
         settings, lists = self._settings[:rows], self.lists
         lists.compute(logits, settings)
         results = sampling_kernels.sample_rows(logits, logits, settings, lists, lists)
-        step_kernels.advance(results, self._sampled, self.inputs, rows)
+        step_kernels.advance(results, self._results[self._place], self._sampled, self.inputs, rows)
         return results
 
     def _compute_vector_layers(self) -> None:
@@ -841,9 +877,10 @@ class DecoderStep:
         )
 
     def _attend(self, layer: StepLayer, index: int, buffers: StepBuffers, rows: int, rotated: bool = False) -> None:
+        """`rotated`: queries and keys are, and keys and values are written."""
         heads, inputs, attention = self._heads, self.inputs, layer.attention
         cos, sin = self.model.rotary[attention.rotary]
-        programs = next(programs for most, programs in PROGRAMS if rows <= most or not most)
+        programs = attention_programs(rows)
         step_kernels._attend[(rows * heads.kv_heads, programs)](
             buffers.qkv,
             inputs["base"],
@@ -872,7 +909,8 @@ class DecoderStep:
             **heads.sizes,
             **step_kernels.launch_options(self._pdl, num_warps=4),
         )
-        step_kernels._join[(rows * heads.heads,)](
+        columns = min(heads.size, JOINED_COLUMNS)
+        step_kernels._join[(rows * heads.heads, heads.size // columns)](
             self._tiles,
             self._tile_sums,
             inputs["position"],
@@ -882,7 +920,8 @@ class DecoderStep:
             attention.window,
             WINDOW=attention.window < NO_WINDOW,
             SINKS=attention.sinks is not None,
-            AT_ONCE=8,
+            AT_ONCE=JOINED_TILES,
+            COLUMNS=columns,
             **heads.sizes,
             **step_kernels.launch_options(self._pdl, num_warps=1),
         )

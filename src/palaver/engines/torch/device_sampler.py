@@ -111,7 +111,7 @@ class DeviceLogits:
         table = start_copy(results)
         if next_pass is not None:
             next_pass.start(results[:, device_filters.TOKEN].long())
-        return steps_from_results(table(), self.tensor, processors, self._sampler, next_pass)
+        return steps_from_results(table(), self.tensor.__getitem__, processors, self._sampler, next_pass)
 
 
 def make_kernel_sampler(device: torch.device, slots: int, capture: Capture | None) -> KernelSampler | None:
@@ -128,13 +128,13 @@ def make_kernel_sampler(device: torch.device, slots: int, capture: Capture | Non
 
 def steps_from_results(
     table: Array,
-    logits: Tensor,
+    logits: Callable[[list[int]], Tensor],
     processors: Sequence[LogitsProcessor],
     sampler: DeviceSampler,
     next_pass: NextPass | None,
 ) -> list[SampledStep]:
-    """The steps of a batch, after the rows that are undecided are sampled again. `next_pass` runs already with the
-    tokens of the table: the rows that get another one are dropped from it."""
+    """The steps of a batch, after the rows that are undecided are sampled again, from their `logits`. `next_pass` runs
+    already with the tokens of the table: the rows that get another one are dropped from it."""
     left = np.flatnonzero(table[:, device_filters.STATUS] == device_filters.UNDECIDED).tolist()
     if left:
         own = [processors[row] for row in left]
@@ -144,7 +144,7 @@ def steps_from_results(
             if sampler.kernels is not None:
                 sampler.kernels.note_undecided(processor)
         table = table.copy()
-        table[left] = sampler.sample(logits[left], own, undecided=True).cpu().numpy()
+        table[left] = sampler.sample(logits(left), own, undecided=True).cpu().numpy()
     steps = _read_results(table, processors)
     if next_pass is not None:
         _drop_failed(steps, next_pass)

@@ -136,8 +136,10 @@ def _draw(
     REPORTED: tl.constexpr,
     SETTINGS: tl.constexpr,
     WIDTH: tl.constexpr,
+    UNCHANGED: tl.constexpr,
 ):
-    """Joins the blocks of one row and draws its token. `raw` is of the logits, the rest of the scores."""
+    """Joins the blocks of one row and draws its token. `raw` is of the logits, the rest of the scores. UNCHANGED: both
+    are the same."""
     row = tl.program_id(0)
     index = tl.arange(0, BLOCKS)
     rank = tl.arange(0, KEEP)
@@ -157,7 +159,9 @@ def _draw(
     raw_top = tl.max(raw_values, 0)
     raw_norm = raw_top + _log_sum(raw_statistics_ptr + row * blocks * 3, index, blocks, 1, raw_top, 1.0)
 
-    best = tl.topk(tl.load(keys_ptr + row * KEEP * KEEP + tl.arange(0, KEEP * KEEP)), KEEP)
+    best = raw
+    if not UNCHANGED:
+        best = tl.topk(tl.load(keys_ptr + row * KEEP * KEEP + tl.arange(0, KEEP * KEEP)), KEEP)
     ids = _key_ids(best)
     values = _key_values(best)
     top = tl.max(values, 0)
@@ -468,6 +472,7 @@ def sample_rows(
         REPORTED=REPORTED,
         SETTINGS=settings.shape[1],
         WIDTH=WIDTH,
+        UNCHANGED=raw is own,
         num_warps=8,
     )
     if passes:

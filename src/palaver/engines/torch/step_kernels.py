@@ -13,7 +13,8 @@ the shape of the tiles that compute it. Three rules achieve that:
 PDL (programmatic dependent launch): a kernel starts while the one before it ends. What doesn't depend on that one, such
 as weights, is fetched before `gdc_wait`, everything else after it.
 """
-# mypy: disable-error-code="no-untyped-def,no-untyped-call"
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,assignment"
+# ruff: noqa: RUF005 (Triton knows no unpacking)
 
 from __future__ import annotations
 
@@ -119,9 +120,24 @@ def _embed(
 
 
 @triton.jit
-def _advance(results_ptr, sampled_ptr, id_ptr, position_ptr, rotary_ptr, live_ptr, WIDTH: tl.constexpr):
-    """Moves each row on to the token that was sampled for it. Rows of padding stay where they are."""
+def _advance(
+    results_ptr,
+    host_ptr,
+    sampled_ptr,
+    id_ptr,
+    position_ptr,
+    rotary_ptr,
+    live_ptr,
+    WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,
+):
+    """Moves each row on to the token that was sampled for it, and copies its results to the host. Rows of padding stay
+    where they are."""
     row = tl.program_id(0)
+    column = tl.arange(0, PADDED)
+    inside = column < WIDTH
+    found = tl.load(results_ptr + row * WIDTH + column, mask=inside)
+    tl.store(host_ptr + row * WIDTH + column, found, mask=inside)
     live = tl.load(live_ptr + row)
     token = tl.load(results_ptr + row * WIDTH).to(tl.int64)
     tl.store(sampled_ptr + row, token)
@@ -355,41 +371,47 @@ def _join(
     WINDOW: tl.constexpr,
     SINKS: tl.constexpr,
     AT_ONCE: tl.constexpr,
+    COLUMNS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Merges the tiles of one row and head in order. SINKS: a score of the head that takes a share of the weights."""
+    """Merges the tiles of one row and head in order, AT_ONCE loaded at a time: program (row * H + head, j) the j-th
+    COLUMNS of their results. SINKS: a score of the head that takes a share of the weights."""
     pid = tl.program_id(0)
     row = pid // H
     head = pid % H
     position = tl.load(position_ptr + row).to(tl.int32)
     first_tile = _first_tile(position, window, WINDOW, T)
     tiles = position // T + 1 - first_tile
-    whole = tl.arange(0, D)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     first = (((row * KVH + head // G) * entries + first_tile) * GP + head % G).to(tl.int64)
     top = tl.full([], NO_KEY, tl.float32)
     total = tl.full([], 0.0, tl.float32)
-    out = tl.zeros([D], tl.float32)
+    out = tl.zeros([COLUMNS], tl.float32)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     for start in range(0, tiles, AT_ONCE):
+        tops = ()
+        totals = ()
+        outs = ()
         for i in tl.static_range(AT_ONCE):
             entry = first + (start + i) * GP
             there = start + i < tiles  # what isn't there changes no bit
-            tile_top = tl.load(sums_ptr + entry * 2, mask=there, other=NO_KEY)
-            tile_total = tl.load(sums_ptr + entry * 2 + 1, mask=there, other=0.0)
-            tile_out = tl.load(partial_ptr + entry * D + whole, mask=there, other=0.0)
-            new_top = tl.maximum(top, tile_top)
+            tops = tops + (tl.load(sums_ptr + entry * 2, mask=there, other=NO_KEY),)
+            totals = totals + (tl.load(sums_ptr + entry * 2 + 1, mask=there, other=0.0),)
+            outs = outs + (tl.load(partial_ptr + entry * D + columns, mask=there, other=0.0),)
+        for i in tl.static_range(AT_ONCE):
+            new_top = tl.maximum(top, tops[i])
             old = tl.exp2(top - new_top)
-            new = tl.exp2(tile_top - new_top)
-            total = total * old + tile_total * new
-            out = out * old + tile_out * new
+            new = tl.exp2(tops[i] - new_top)
+            total = total * old + totals[i] * new
+            out = out * old + outs[i] * new
             top = new_top
     if SINKS:
         sink = tl.load(sinks_ptr + head).to(tl.float32) * LOG2E
         total, scale = _with_sink(top, total, sink)
         out *= scale
-    tl.store(out_ptr + pid.to(tl.int64) * D + whole, (out / total).to(out_ptr.dtype.element_ty))
+    tl.store(out_ptr + pid.to(tl.int64) * D + columns, (out / total).to(out_ptr.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=["layer"])
@@ -1125,9 +1147,11 @@ def embed(
     )
 
 
-def advance(results: Tensor, sampled: Tensor, inputs: Mapping[str, Tensor], rows: int) -> None:
+def advance(results: Tensor, on_host: Tensor, sampled: Tensor, inputs: Mapping[str, Tensor], rows: int) -> None:
+    """`on_host`: pinned memory, which the device can write to."""
     columns = (inputs[name] for name in ("token", "position", "rotary", "live"))
-    _advance[(rows,)](results, sampled, *columns, WIDTH=results.shape[1], num_warps=1)
+    width = results.shape[1]
+    _advance[(rows,)](results, on_host, sampled, *columns, WIDTH=width, PADDED=next_power(width), num_warps=1)
 
 
 def replace_tokens(results: Tensor, sampled: Tensor, inputs: Mapping[str, Tensor]) -> None:

@@ -107,13 +107,11 @@ class SampledLogits:
             except TooManyEdits:
                 return self.copy().sample(processors, next_pass)
         in_order = self._in_order
-        overwritten = next_pass is not None and any(processor.do_sample for processor in processors)
-        logits = self._copy_rows() if overwritten or not in_order else self._tensor  # for what is left undecided
         if next_pass is not None:
             next_pass.start(SampledRows(self._rows, in_order))
         table = results()
         table = table if in_order else table[list(self._rows)]
-        return steps_from_results(table, logits, processors, self._sampler, next_pass)
+        return steps_from_results(table, self._gather, processors, self._sampler, next_pass)
 
     def _is_decided(self, processor: LogitsProcessor) -> bool:
         """Whether the step has sampled the next token, from the logits and the settings that it knows."""
@@ -130,7 +128,12 @@ class SampledLogits:
     def _copy_rows(self) -> Tensor:
         if self._in_order:
             return self._tensor.clone(memory_format=torch.contiguous_format)
-        return self._tensor[to_device(np.array(self._rows), self._tensor.device)]
+        return self._gather(range(len(self._rows)))
+
+    def _gather(self, rows: Sequence[int]) -> Tensor:
+        """Copies of these rows. The next step may run: it writes its logits elsewhere."""
+        own = [self._rows[row] for row in rows]
+        return self._tensor[to_device(np.array(own), self._tensor.device)]
 
 
 class StepRunner(TorchRunner):
@@ -218,11 +221,10 @@ class StepRunner(TorchRunner):
             for place, token_id in enumerate((*chunk.ids, *draft))
         ]
         logits, results = self._step.verify(rows)
-        copied = start_copy(results)
         for sequence in sequences:
             sequence.computed_tokens += 1
         self.forward_seconds += time.thread_time() - began
-        return SampledLogits(logits, self._sampler, copied, range(len(rows)), self._sample_again)
+        return SampledLogits(logits, self._sampler, results, range(len(rows)), self._sample_again)
 
     @staticmethod
     def _step_row(sequence: SequenceState, chunk: SequenceChunk) -> StepRow:
@@ -237,11 +239,10 @@ class StepRunner(TorchRunner):
         began = time.thread_time()
         self._room -= 1
         logits, results = self._step.repeat()
-        copied = start_copy(results)
         for sequence in sequences:
             sequence.computed_tokens += 1
         self.forward_seconds += time.thread_time() - began
-        return SampledLogits(logits, self._sampler, copied, range(len(sequences)), self._sample_again)
+        return SampledLogits(logits, self._sampler, results, range(len(sequences)), self._sample_again)
 
     def _drop_decode_batch(self) -> None:
         super()._drop_decode_batch()
@@ -282,13 +283,12 @@ class StepRunner(TorchRunner):
             prompts = []
         known = [-1] * (len(rows) - len(sources))
         logits, results = self._step.run(rows, [*sources, *known] if sources else None, prompts)
-        copied = start_copy(results)
         single = len(rows) == len(sequences)
         self._repeated = list(sequences) if single else ()
         self._room = min(row.chunk.pool.capacity - row.chunk.start - 1 for row in rows) if single else 0
         self.forward_seconds += time.thread_time() - began
         own = range(len(rows)) if single else places
-        return SampledLogits(logits, self._sampler, copied, own, self._sample_again)
+        return SampledLogits(logits, self._sampler, results, own, self._sample_again)
 
     def _sample_again(self, processors: Sequence[LogitsProcessor | None]) -> Tensor:
         """Samples all rows of the last step by all options of their replies."""
