@@ -292,8 +292,10 @@ def test_the_rows_of_a_pass_are_the_first_ones() -> None:
     states, slots = filled_rows(5)
     assert sorted(states.select([slots[4], slots[1], slots[3]])) == [0, 1, 2]
     assert [held(states, slot) for slot in slots] == [0, 1, 2, 3, 4]
-    rows = states.select([slots[2]])
-    assert rows[0] >= 3, "one alone stays where it is"
+    (row,) = states.select([slots[2]], move=False)
+    assert row >= 3, "it stays where it is"
+    assert states.select([slots[2]]) == [0]
+    assert [held(states, slot) for slot in slots] == [0, 1, 2, 3, 4]
 
 
 def test_a_new_sequence_starts_from_zeros_or_from_a_snapshot() -> None:

@@ -5,6 +5,7 @@ Launching a pass's many small operations one by one takes longer than computing 
 from __future__ import annotations
 
 import gc
+import warnings
 import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -23,6 +24,22 @@ MAX_GRAPHS = 16
 Pass: TypeAlias = Callable[[], Tensor]
 Capture: TypeAlias = Callable[[Pass], Pass]
 """Captures what a pass does to memory; returns the replay. The pass's own Python runs only once."""
+
+
+def watch_synchronization(run: Pass) -> tuple[Tensor, bool]:
+    """Runs a pass. Also returns whether it synchronises with the device, as where experts are picked one by one: that
+    can't be captured, and a failed capture fragments the memory."""
+    if not torch.cuda.is_available():
+        return run(), False
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            out = run()
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+    return out, any("synchronizing" in str(warning.message) for warning in caught)
 
 
 class StepDecoder(Protocol):

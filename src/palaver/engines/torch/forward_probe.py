@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
@@ -16,7 +15,7 @@ from palaver.engines.core.kv_cache import HostArray, Slot, SlotAllocator
 from palaver.engines.core.options import EngineOptions
 from palaver.engines.core.runner import UnsupportedModel
 from palaver.engines.torch.batch import ForwardBatch, SequenceChunk, build_batch, sequence_chunk
-from palaver.engines.torch.cuda_graphs import CudaGraphCapture, GraphDecoder, StepDecoder
+from palaver.engines.torch.cuda_graphs import CudaGraphCapture, GraphDecoder, StepDecoder, watch_synchronization
 from palaver.engines.torch.devices import TensorLayout
 from palaver.engines.torch.model_runner import Forward
 from palaver.errors import CantCompile
@@ -110,21 +109,12 @@ class ForwardProbe:
         return (graphs, f"{steps}, recorded") if graphs.num_graphs else (decoder, steps)
 
     def synchronizes(self, decoder: StepDecoder, layout: TensorLayout) -> bool:
-        """Whether a decode pass synchronises with the device, as where experts are picked one by one: that can't be
-        captured, and a failed capture fragments the memory."""
+        """Whether a decode pass synchronises with the device."""
         slots = SlotAllocator(layout, PROBE_BYTES)
         chunks = [self._next_token(slots.allocate(LENGTH), 0) for _ in range(2)]
         batch = build_batch(chunks, layout.device).padded_to(LENGTH)
         decoder(batch)  # builds what is built only once
-        before = torch.cuda.get_sync_debug_mode()
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                decoder(batch)
-        finally:
-            torch.cuda.set_sync_debug_mode(before)
-        return any("synchronizing" in str(warning.message) for warning in caught)
+        return watch_synchronization(lambda: decoder(batch))[1]
 
     def _next_token(self, slot: Slot[Tensor], at: int) -> SequenceChunk:
         return sequence_chunk(slot, at, self.ids[at : at + 1])

@@ -7,7 +7,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,9 +16,13 @@ from transformers import DynamicCache, PreTrainedModel
 from palaver.engines.core.kv_cache import Slot
 from palaver.engines.core.runner import UnsupportedModel
 from palaver.engines.torch.batch import ForwardBatch
+from palaver.engines.torch.cuda_graphs import Capture
 from palaver.engines.torch.devices import TensorLayout, TensorMemory
 from palaver.engines.torch.library_decoder import LibraryDecoder, SlotCache
 from palaver.engines.torch.media import MediaEncoder
+
+if TYPE_CHECKING:  # it needs Triton
+    from palaver.engines.torch.hybrid_graphs import RowAttention, RowPasses
 
 NO_ATTENTION = (((1, 1), (1, 1)),)
 """The keys and values of a model without attention: slots need some."""
@@ -183,9 +187,9 @@ class StateRows:
         row = self._rows[slot]
         return RecurrentSnapshot(tuple(tensor[row].clone() for tensor in self.tensors))
 
-    def select(self, slots: Sequence[Slot[Tensor]]) -> list[int]:
-        """The rows of these sequences. Several of them are moved to the first rows, those of one stay."""
-        if len(slots) > 1:
+    def select(self, slots: Sequence[Slot[Tensor]], move: bool = True) -> list[int]:
+        """The rows of these sequences, which are moved to the first rows unless `move` is False."""
+        if move:
             behind = [slot for slot in slots if self._rows[slot] >= len(slots)]
             if behind:
                 selected = set(slots)
@@ -261,6 +265,8 @@ class _RowOrder:
     """The row of states for each of the batch's rows."""
     to_result: Tensor | None
     """The row of states for each sequence, in the order in which they were given."""
+    batch_rows: list[int]
+    """As `from_batch`, on the host."""
 
 
 class HybridDecoder(LibraryDecoder):
@@ -281,6 +287,27 @@ class HybridDecoder(LibraryDecoder):
         self._rows: _RowOrder | None = None
         """The order of the pass that runs, if it decodes several sequences."""
         self.states.on_resized = self._drop_views
+        self._passes: RowPasses | None = None
+        """Decode passes as graphs; None where every operation is launched by itself."""
+        self._attention: RowAttention | None = None
+        self._num_rows = 0
+        """What attends in the pass that runs, if it is one of these, and its number of rows."""
+
+    def use_graphs(self, capture: Capture, attention: RowAttention | None = None) -> None:
+        """From now on decode passes are captured. Raises where attention has no kernels, as without Triton."""
+        from palaver.engines.torch.hybrid_graphs import NoAttention, RowPasses, SlotAttention
+
+        if attention is None:
+            attention = SlotAttention(self.layout.kv) if self._kv_layers else NoAttention()
+        self._passes = RowPasses(self._compute_rows, attention, capture)
+
+    def drop_graphs(self) -> None:
+        self._passes = None
+
+    @property
+    def uses_graphs(self) -> bool:
+        """Whether decode passes were captured."""
+        return self._passes is not None and self._passes.captured > 0
 
     def attach(self) -> None:
         if self._kv_layers:
@@ -292,10 +319,12 @@ class HybridDecoder(LibraryDecoder):
 
     def __call__(self, batch: ForwardBatch) -> Tensor:
         """The logits after each sequence's last token. The slots must have rows in `states`."""
+        chunk = batch.chunks[0]
+        if self._passes is not None and batch.is_decode and chunk.start and not batch.has_media:
+            return self._replay(self._passes, batch)
         if len(batch.chunks) > 1:
             return self._decode(batch)
-        chunk = batch.chunks[0]
-        (row,) = self.states.select([chunk.slot])
+        (row,) = self.states.select([chunk.slot], move=False)
         views = [tensor[row : row + 1] for tensor in self.states.tensors]
         self._rows = None
         return self._in_place(views, chunk.start > 0, lambda: LibraryDecoder.__call__(self, batch))
@@ -314,6 +343,27 @@ class HybridDecoder(LibraryDecoder):
             del self._batch
         logits: Tensor = out.logits[:, -1]
         return logits if self._rows.to_result is None else logits[self._rows.to_result]
+
+    def _replay(self, passes: RowPasses, batch: ForwardBatch) -> Tensor:
+        """As `_decode`, in the order of states."""
+        known, order = self._order, self._row_order(batch)
+        if order is not known:
+            passes.load([batch.chunks[row] for row in order.batch_rows])
+        inputs = batch.inputs.stacked
+        logits = passes.run(inputs if order.from_batch is None else inputs[:, order.from_batch], batch.max_position)
+        return logits if order.to_result is None else logits[order.to_result]
+
+    def _compute_rows(self, ids: Tensor, positions: Tensor) -> Tensor:
+        """The pass of a graph: over the first rows of states."""
+        assert self._passes is not None
+        self._attention, self._num_rows = self._passes.attention, len(ids)
+        views = [tensor[: len(ids)] for tensor in self.states.tensors]
+        try:
+            out = self._in_place(views, True, lambda: self._call_model(ids[:, None], positions[:, None], 1))
+        finally:
+            self._attention = None
+        logits: Tensor = out.logits[:, -1]
+        return logits
 
     def _in_place(self, views: list[Tensor], has_previous: bool, run: Callable[[], Any]) -> Any:
         """Runs a pass over these rows of states, which it changes."""
@@ -335,6 +385,8 @@ class HybridDecoder(LibraryDecoder):
     def _drop_views(self) -> None:
         self._order = self._rows = None
         self._cache.unbind()
+        if self._passes is not None:
+            self._passes.clear()
 
     def _row_order(self, batch: ForwardBatch) -> _RowOrder:
         known = self._order
@@ -351,16 +403,24 @@ class HybridDecoder(LibraryDecoder):
         from_batch = sorted(in_order, key=rows.__getitem__)
         views = [tensor[: len(rows)] for tensor in self.states.tensors]
         version = self.states.version
-        self._order = _RowOrder(weakref.ref(batch), version, views, index(from_batch), index(rows), index(result))
+        self._order = _RowOrder(
+            weakref.ref(batch), version, views, index(from_batch), index(rows), index(result), from_batch
+        )
         return self._order
 
     def _row_offsets(self) -> Tensor:
+        if self._attention is not None:
+            return self._attention.positions[: self._num_rows, None]
         if self._rows is None:
             return super()._row_offsets()
         return self._by_states(self._batch.positions)[:, None]
 
     def _write(self, layer: int, keys: Tensor, values: Tensor) -> None:
         number = self._kv_layers[layer]
+        if self._attention is not None:
+            self._layer = number
+            self._attention.write(number, keys[:, :, 0], values[:, :, 0])
+            return
         if self._rows is None:
             super()._write(number, keys, values)
             return
@@ -368,6 +428,8 @@ class HybridDecoder(LibraryDecoder):
         self._batch.write(number, self._by_slots(keys[:, :, 0]), self._by_slots(values[:, :, 0]))
 
     def _attend_rows(self, query: Tensor, rule: Any, params: Any) -> Tensor:
+        if self._attention is not None:
+            return self._attention.attend(self._layer, query[:, :, 0], rule, params)[:, None]
         if self._rows is None:
             return super()._attend_rows(query, rule, params)
         out = self._batch.attend(self._layer, self._by_slots(query[:, :, 0]), rule, params)

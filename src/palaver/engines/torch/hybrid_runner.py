@@ -126,6 +126,8 @@ class HybridRunner(TorchRunner):
         self._states = decoder.states
         self._cache: HybridPrefixCache = HybridPrefixCache(decoder, cache_bytes)
         self._cache.on_slots_moved = self._drop_decode_batch
+        if decoder.uses_graphs:
+            self._cache.widens_pools = False  # graphs attend for slots wherever they are
         self._chunks = chunks
         self.prefills_last_token = self.prefills_last_token and chunks
         self._lost: set[SequenceState] = set()

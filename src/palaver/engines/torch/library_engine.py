@@ -24,6 +24,7 @@ from palaver.engines.core.options import EngineOptions, check_cache_bytes
 from palaver.engines.core.runner import SMALL_MODEL, Runner, UnsupportedModel
 from palaver.engines.torch.batch import BatchInputs, ForwardBatch, SequenceChunk, build_batch, sequence_chunk
 from palaver.engines.torch.compiled_media import CompiledMediaRunner, MediaRotations, check_compiled_media
+from palaver.engines.torch.cuda_graphs import CudaGraphCapture
 from palaver.engines.torch.devices import (
     TensorLayout,
     TorchThreads,
@@ -450,6 +451,7 @@ class ModelProbe(ForwardProbe):
                 if depends_on_length or self.rope is not None:
                     raise UnsupportedModel("it has angles that depend on the length")
                 decoder, chunks = self._hybrid_decoder(cached, reason)
+                steps = f"{steps}, recorded" if decoder.uses_graphs else steps
                 return HybridRunner(decoder, cache_bytes, context_length, threads, chunks, self._media), steps
             except Exception as error:
                 steps = f"{steps}, one reply at a time: {failure_reason(error)}"
@@ -473,15 +475,26 @@ class ModelProbe(ForwardProbe):
         decoder = HybridDecoder(self._model, layout, self._media)
         try:
             decoder.attach()
-            try:
-                self._check_hybrid(decoder, alone, chunks=True)
-            except Exception:
-                self._check_hybrid(decoder, alone, chunks=False)
-                return decoder, False
+            for graphs, chunks in ((True, True), (True, False), (False, True)):
+                with suppress(Exception):
+                    self._try_hybrid(decoder, alone, graphs, chunks)
+                    return decoder, chunks
+            self._try_hybrid(decoder, alone, graphs=False, chunks=False)
+            return decoder, False
         except BaseException:
             decoder.detach()
             raise
-        return decoder, True
+
+    def _try_hybrid(
+        self, decoder: HybridDecoder, alone: Sequence[dict[int, Tensor]], graphs: bool, chunks: bool
+    ) -> None:
+        """As `_check_hybrid`. `graphs`: whether decode passes are captured."""
+        decoder.drop_graphs()
+        if graphs:
+            if decoder.device.type != "cuda":
+                raise UnsupportedModel("there are no graphs")
+            decoder.use_graphs(CudaGraphCapture(decoder.device))
+        self._check_hybrid(decoder, alone, chunks)
 
     def _decode_alone(self, prompt: int) -> dict[int, Tensor]:
         """The model's own logits after a prompt of so many tokens and after each of the tokens that follow it, by the
