@@ -16,7 +16,7 @@ from palaver.engines.core.kv_cache import Slot, SlotAllocator  # noqa: E402
 from palaver.engines.core.quantization import read_quantization  # noqa: E402
 from palaver.engines.core.rng import UniformStream, uniform  # noqa: E402
 from palaver.engines.core.runner import UnsupportedModel  # noqa: E402
-from palaver.engines.torch import device_filters, mxfp4, sampling_kernels  # noqa: E402
+from palaver.engines.torch import device_filters, mxfp4, sampling_kernels, step_weights  # noqa: E402
 from palaver.engines.torch.batch import build_batch, sequence_chunk  # noqa: E402
 from palaver.engines.torch.cuda_step import MIN_PROMPT_TOKENS, SHORT_CHUNK, DecoderStep, MixedCosts, StepRow  # noqa: E402
 from palaver.engines.torch.devices import TensorLayout, TensorMemory  # noqa: E402
@@ -25,7 +25,7 @@ from palaver.engines.torch.plain_decoder import FusedDecoder, PlainDecoder  # no
 from palaver.engines.torch.quantized_weights import QuantizedLinear, read_weight  # noqa: E402
 from palaver.engines.torch.step_modules import read_step_model  # noqa: E402
 from palaver.engines.torch.step_runner import StepProbe  # noqa: E402
-from palaver.engines.torch.step_weights import NO_WINDOW, Experts, StepModel  # noqa: E402
+from palaver.engines.torch.step_weights import NO_WINDOW, Experts, StepModel, TiledProjection  # noqa: E402
 from palaver.sampling import Sampling  # noqa: E402
 from tests.engines.quantized_files import FORMATS  # noqa: E402
 
@@ -225,10 +225,88 @@ def test_a_model_with_one_quantised_layer_is_computed_by_tiles(name: str) -> Non
     assert not StepModel.of(decoder_parts(size=128)).quantized
 
 
-@ON_GPU
+@pytest.mark.usefixtures("greedy")
+@torch.inference_mode()
+@pytest.mark.parametrize("form", ["fp8 blocks", "int4 zero points", "int8 channels"])
+def test_the_logits_of_unpacked_weights(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt whose second chunk is long, and one whose long chunk is in one pass with a reply."""
+    monkeypatch.setattr(step_weights, "PACKED_ROWS", 20)
+    case = Case(True, form=form)
+    reply, expected = case.torch_logits(LENGTH)
+    error = 1e-4 * float(expected.abs().max())
+    slot, mixed = (case.slots.allocate(LENGTH + 1) for _ in range(2))
+    case.step.prefill([sequence_chunk(slot, 0, IDS[:13])])
+    assert not case.step._unpacked.any()
+    case.step.prefill([sequence_chunk(slot, 13, IDS[13 : LENGTH - 1])])
+    assert case.step._unpacked.any()
+    assert torch.allclose(case.decode((slot, LENGTH))[0], expected, atol=error)
+    rows = [StepRow(sequence_chunk(one, LENGTH - 1, IDS[LENGTH - 1 :]), GREEDY, 5, 3) for one in (reply, mixed)]
+    logits = case.step.run(rows, prompts=[sequence_chunk(mixed, 0, IDS[: LENGTH - 1])])[0]
+    assert torch.allclose(logits, expected, atol=error)
+
+
 @torch.inference_mode()
 @pytest.mark.parametrize("form", FORMATS)
-def test_bits_of_quantised_weights_depend_on_the_text_alone(form: str) -> None:
+def test_what_is_unpacked_are_the_numbers_before_their_scales(form: str) -> None:
+    case = Case(True, form=form)
+    packed = case.model.layers[0].qkv.packed
+    assert packed is not None
+    case.step._unpack(packed)
+    numbers = case.step._unpacked[: packed.outputs * packed.inputs].view(packed.outputs, packed.inputs)
+    groups = numbers.unflatten(1, (-1, packed.group)) * packed.scales.t()[..., None]
+    assert torch.equal(groups.flatten(1), packed.dequantize(torch.float32))
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("form", FORMATS)
+def test_products_of_unpacked_weights_have_the_bits_of_packed_ones(
+    form: str, gated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of whole numbers, whose sums are exact also in the interpreter, but for those of 8-bit floats."""
+    store, settings = FORMATS[form]
+    quantization = read_quantization({"quantization_config": settings})
+    assert quantization is not None
+    dtype = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
+    outputs, inputs, rows = 256, 1536, 200 if DEVICE.type == "cuda" else 3
+    torch.manual_seed(1)
+    stored, _ = store(torch.randn(outputs, inputs))
+    found = {f"x.{name}": tensor.to(DEVICE) for name, tensor in stored.items()}
+    packed = read_weight(quantization, "x", found.__getitem__).pack()
+    assert packed is not None
+    linear = QuantizedLinear(packed, None, dtype)
+    case = Case(True, dtype, form=form)
+    case.step._unpacked = torch.zeros(outputs * inputs, dtype=dtype, device=DEVICE)
+    case.step._partials = torch.zeros(4 * outputs * 256, device=DEVICE)
+    x = torch.randint(-2, 3, (rows, inputs), device=DEVICE).to(dtype)
+    if DEVICE.type == "cuda":
+        x = torch.randn(rows, inputs, device=DEVICE, dtype=dtype)
+
+    def compute(packed_rows: int, prefill: bool = True) -> torch.Tensor:
+        monkeypatch.setattr(step_weights, "PACKED_ROWS", packed_rows)
+        projection = TiledProjection.of(linear, gated)
+        assert projection.split == (1 if gated else 2)
+        out = torch.zeros(rows, projection.outputs, dtype=dtype, device=DEVICE)
+        case.step._linear(projection, x, out, gated=gated, prefill=prefill)
+        return out
+
+    decoded, from_packed, from_unpacked = compute(1000, prefill=False), compute(1000), compute(1)
+    assert case.step._unpacked.any()
+    if DEVICE.type == "cuda" or not form.startswith("fp8"):
+        assert torch.equal(decoded, from_packed)
+        assert torch.equal(from_unpacked, from_packed)
+    assert torch.allclose(from_unpacked, from_packed, rtol=1e-4, atol=1e-4 * float(from_packed.abs().max()))
+
+
+@ON_GPU
+@torch.inference_mode()
+@pytest.mark.parametrize("packed_rows", [128, 40])
+@pytest.mark.parametrize("form", FORMATS)
+def test_bits_of_quantised_weights_depend_on_the_text_alone(
+    form: str, packed_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where one part of a prompt is computed with packed weights, and another one with unpacked ones."""
+    monkeypatch.setattr(step_weights, "PACKED_ROWS", packed_rows)
     case = Case(True, torch.bfloat16, form=form)
     probe = StepProbe(case.step, case.layout, IDS)
     probe.compare(case.decoder)

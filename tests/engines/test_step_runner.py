@@ -20,7 +20,15 @@ from torch import Tensor
 pytest.importorskip("triton", reason="Triton is not installed: the runner of CUDA steps is not tested")
 
 from palaver.engines.core.rng import UniformStream
-from palaver.engines.torch import EngineOptions, SchedulerLimits, TorchEngine, device_filters, device_sampler, load
+from palaver.engines.torch import (
+    EngineOptions,
+    SchedulerLimits,
+    TorchEngine,
+    device_filters,
+    device_sampler,
+    load,
+    step_runner,
+)
 from palaver.engines.torch.batch import SequenceChunk, build_batch
 from palaver.engines.torch.cuda_step import StepRow
 from palaver.engines.torch.plain_decoder import FusedDecoder
@@ -49,8 +57,10 @@ class TorchStep:
     costs = None
     capture = None
 
-    def __init__(self, decoder: FusedDecoder, max_rows: int, max_prompt_tokens: int) -> None:
+    def __init__(self, decoder: FusedDecoder, max_rows: int, max_prompt_tokens: int, quantized: bool = False) -> None:
         self._decoder = decoder
+        self.model = SimpleNamespace(quantized=quantized)
+        self.prefilled = 0
         self.max_rows = max_rows
         self.max_prompt_tokens = max_prompt_tokens
         self._sampled = torch.zeros(max_rows, dtype=torch.int64)
@@ -63,6 +73,7 @@ class TorchStep:
         self._sampled[: len(tokens)] = tokens
 
     def prefill(self, chunks: Sequence[SequenceChunk]) -> None:
+        self.prefilled += 1
         self._decoder(build_batch(chunks, DEVICE, need_logits=False))
 
     def run(
@@ -116,10 +127,12 @@ def processor_of(row: StepRow) -> Any:
     )
 
 
-def replace_runner(engine: TorchEngine, max_rows: int, max_prompt_tokens: int, speculate: bool = False) -> TorchStep:
+def replace_runner(
+    engine: TorchEngine, max_rows: int, max_prompt_tokens: int, speculate: bool = False, quantized: bool = False
+) -> TorchStep:
     """Gives the engine the runner of steps. No request has been submitted yet."""
     old: Any = engine._runner
-    step = TorchStep(old._forward, max_rows, max_prompt_tokens)
+    step = TorchStep(old._forward, max_rows, max_prompt_tokens, quantized)
     memory = old._cache
     runner = StepRunner(
         step,  # type: ignore[arg-type]
@@ -192,4 +205,18 @@ async def test_prompts_join_passes_that_run_ahead(folder_of: Callable[[str], Pat
     assert step.mixed_ahead >= 5  # of the 70 tokens of each prompt at most 16 in a pass
     assert step.moved >= 1
     assert step.repeated >= 20
+    await engine.close()
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+async def test_long_prompts_of_quantised_weights_are_computed_by_the_step(
+    quantized: bool, folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch's operations would turn the weights into floats for each pass, more slowly than the kernels do."""
+    monkeypatch.setattr(step_runner, "SHORT_PROMPT", 10)
+    options = EngineOptions(limits=SchedulerLimits(chunk_tokens=16), fused=True, compiled=False)
+    engine = load(folder_of("qwen3"), vocabulary=tiny.VOCABULARY, options=options)
+    step = replace_runner(engine, 4, 8, quantized=quantized)
+    await run(engine, Prompt(tuple(range(200))), Sampling(temperature=0, max_tokens=2))
+    assert (step.prefilled > 1) is quantized
     await engine.close()

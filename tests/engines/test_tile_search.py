@@ -21,7 +21,9 @@ from palaver.engines.torch.tile_cache import TileCache
 from palaver.engines.torch.tile_search import TileSearch, Timing
 from palaver.engines.torch.tile_shapes import (
     MIXED_TILES,
+    PACKED_ROWS,
     ROWS,
+    SCALED_TILES,
     SEARCHED_ROWS,
     TILES,
     DeviceLimits,
@@ -132,10 +134,39 @@ def test_a_tile_that_does_not_fit_loses_stages() -> None:
 def test_of_quantised_weights_only_the_stages_are_searched() -> None:
     start = TileShape(128, 64, 64, 3, 8)
     for product in products((4096, 4096, 1, False), weights="uint8 by 128"):
-        if product.rows:
+        if product.rows and not product.is_unpacked:
             found = [*candidates(product, start, H200), *refinements(product, start, H200)]
             assert found
             assert {tile._replace(stages=0) for tile in found} == {start._replace(stages=0)}
+
+
+@pytest.mark.parametrize("period", [0, 16, 64, 128, 256])
+@pytest.mark.parametrize("limits", DEVICES, ids=lambda limits: limits.name.split()[-1])
+def test_weights_that_were_unpacked_are_searched_as_floats(limits: DeviceLimits, period: int) -> None:
+    for gated in (False, True):
+        product = ProductShape(4096, 4096, 1, gated, "int4 by 128", 512, period)
+        assert product.is_unpacked
+        assert not product.with_rows(PACKED_ROWS).is_unpacked
+        start = fit_tile(SCALED_TILES[gated], product, limits)
+        tiles = [start, *candidates(product, start, limits)]
+        assert len(tiles) > 1
+        for tile in tiles:
+            lines = tile.outputs * (1 + gated) + tile.rows
+            in_memory = tile.stages if limits.capability[0] in (9, 10) else max(1, tile.stages - 1)
+            assert in_memory * lines * max(tile.depth, period) * 2 <= limits.shared_memory
+            sums = tile.outputs * tile.rows * (1 + gated) * (2 if period else 1)
+            assert sums <= 128 * 32 * tile.warps  # registers
+            assert tile.outputs >= 16 * tile.warps
+
+
+def test_tiles_of_packed_and_of_unpacked_weights_have_files_of_their_own(tmp_path: Path) -> None:
+    cache = TileCache(H200, "triton", tmp_path)
+    packed = ProductShape(4096, 4096, 1, False, "int4 by 128", PACKED_ROWS, 128)
+    cache.write(packed, START._replace(rows=64), 0.9)
+    cache.write(packed.with_rows(256), START._replace(rows=128, stages=2), 0.9)
+    names = {file.name for file in cache.folder.iterdir()}
+    assert sum("unpacked" in name for name in names) == 1
+    assert len(names) == 2
 
 
 def test_what_was_found_is_read_again(tmp_path: Path) -> None:

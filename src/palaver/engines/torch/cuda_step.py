@@ -22,6 +22,7 @@ from palaver.engines.torch import device_filters, expert_kernels, sampling_kerne
 from palaver.engines.torch.batch import SequenceChunk
 from palaver.engines.torch.cuda_graphs import Capture
 from palaver.engines.torch.device_changes import to_device
+from palaver.engines.torch.quantized_weights import PackedWeight
 from palaver.engines.torch.step_weights import (
     NO_WINDOW,
     ExpertProjection,
@@ -229,6 +230,9 @@ class DecoderStep:
         row_tiles = -(-self._short_rows // ROWS)
         self._partials = torch.zeros(most * row_tiles * ROWS, device=self.device)
         self._counters = torch.zeros(most // 64 * row_tiles, dtype=torch.int32, device=self.device)
+        packed = [one.packed for layer in self.layers for one in layer.linears if one.packed is not None]
+        self._unpacked = model.embedding.new_zeros(max((one.outputs * one.inputs for one in packed), default=0))
+        """The numbers of one layer's packed weights as floats, for products with many rows."""
         self._capacity = 0
         self._graphs: dict[tuple[int, int, bool, int], Callable[[], Tensor]] = {}
         """By the numbers of rows of a step, and of all rows, whether they may be tokens of one sequence, and the place
@@ -802,11 +806,14 @@ class DecoderStep:
         programs = -(-rows // tile.rows) * (projection.outputs // tile.outputs) * (projection.split if parallel else 1)
         packed = projection.packed
         zeros = None if packed is None else packed.zeros
+        unpacks = prefill and projection.unpacks(rows)
+        if packed is not None and unpacks and not compile_only:
+            self._unpack(packed)
         kernel, grid = step_kernels._linear, (programs,)
         launch = partial(kernel.warmup, grid=grid) if compile_only else kernel[grid]
         launch(
             x,
-            projection.weight,
+            self._unpacked if unpacks else projection.weight,
             x if packed is None else packed.scales,
             x if zeros is None else zeros,
             x if projection.bias is None else projection.bias,
@@ -829,9 +836,10 @@ class DecoderStep:
             STAGES=tile.stages,
             NT=parts,
             NTP=step_kernels.next_power(max(1, parts)),
-            KIND="" if packed is None else packed.kind.value,
+            KIND="" if packed is None else "unpacked" if unpacks else packed.kind.value,
             GROUP=0 if packed is None or packed.group == packed.inputs else packed.group,
-            ZEROS=zeros is not None,
+            ZEROS=zeros is not None and not unpacks,
+            PERIOD=packed.period if packed is not None and unpacks else 0,
             BIAS=projection.bias is not None,
             GLU=gated,
             ACTIVATION=self.model.activation,
@@ -840,6 +848,22 @@ class DecoderStep:
             DISTANCE=tile.distance,
             EARLY=tile.early,
             **step_kernels.launch_options(self._pdl and not prefill, num_warps=tile.warps),
+        )
+
+    def _unpack(self, packed: PackedWeight) -> None:
+        """The next product reads what this writes; the one after it may overwrite it."""
+        zeros = packed.zeros
+        step_kernels._unpack[(packed.words.shape[0] * packed.words.shape[1],)](
+            packed.words,
+            packed.scales if zeros is None else zeros,
+            self._unpacked,
+            OUT=packed.outputs,
+            K=packed.inputs,
+            BK=packed.width,
+            KIND=packed.kind.value,
+            GROUP=0 if packed.group == packed.inputs else packed.group,
+            ZEROS=zeros is not None,
+            num_warps=4,
         )
 
     def _matvec(

@@ -131,6 +131,11 @@ class PackedWeight:
         """How many inputs share a scale."""
         return self.inputs // self.scales.shape[0]
 
+    @property
+    def period(self) -> int:
+        """After how many inputs the kernels multiply their sum by a scale; 0: after all."""
+        return 0 if self.group == self.inputs else min(self.group, self.width)
+
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """[outputs, inputs]."""
         bits = self.kind.bits

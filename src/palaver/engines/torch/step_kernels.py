@@ -714,6 +714,76 @@ def _add_packed(
 
 
 @triton.jit
+def _unpack(
+    weight_ptr,
+    zero_ptr,
+    out_ptr,
+    OUT: tl.constexpr,
+    K: tl.constexpr,
+    BK: tl.constexpr,
+    KIND: tl.constexpr,
+    GROUP: tl.constexpr,
+    ZEROS: tl.constexpr,
+):
+    """Writes the numbers of packed weights as floats, [OUT, K]: those that `_add_packed` multiplies, before their
+    scales. One program for each block."""
+    PLACES: tl.constexpr = 8 if KIND == "int4" else 4
+    WORDS: tl.constexpr = BK // PLACES
+    PER: tl.constexpr = GROUP if GROUP > 0 else 1 << 30
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    block = tl.program_id(0)
+    line = tl.arange(0, 64)
+    word = tl.arange(0, WORDS)
+    n = block // (K // BK) * 64 + line
+    at = block % (K // BK) * BK
+    words = tl.load(weight_ptr + block.to(tl.int64) * 64 * WORDS + line[:, None] * WORDS + word[None, :])
+    bias = _zero_points(zero_ptr + at // PER * OUT + n, WORDS, ZEROS, 64)
+    out = out_ptr + n[:, None].to(tl.int64) * K + at + word[None, :]
+    for place in tl.static_range(PLACES):
+        if ZEROS and GROUP > 0 and place > 0 and place * WORDS % GROUP == 0:
+            bias = _zero_points(zero_ptr + (at + place * WORDS) // PER * OUT + n, WORDS, ZEROS, 64)
+        tl.store(out + place * WORDS, _read_place(words, bias, KIND, place, dtype))
+
+
+@triton.jit
+def _add_unpacked(
+    a,
+    b,
+    weights,
+    up,
+    scales,
+    inputs,
+    valid,
+    at,
+    N: tl.constexpr,
+    OUT: tl.constexpr,
+    BK: tl.constexpr,
+    GROUP: tl.constexpr,
+    PERIOD: tl.constexpr,
+    GLU: tl.constexpr,
+):
+    """The same as `_add_packed`, to the bit, of numbers that `_unpack` has written. PERIOD: after how many inputs sums
+    are multiplied by a scale."""
+    PIECE: tl.constexpr = min(BK, PERIOD)
+    STEP: tl.constexpr = max(BK, PERIOD)
+    part_a = tl.zeros_like(a)
+    part_b = tl.zeros_like(a)
+    for piece in tl.static_range(STEP // PIECE):
+        x = tl.load(inputs + piece * PIECE, mask=valid[None, :], other=0.0)
+        part_a = tl.dot(tl.load(weights + piece * PIECE), x, part_a, input_precision="ieee")
+        if GLU:
+            part_b = tl.dot(tl.load(up + piece * PIECE), x, part_b, input_precision="ieee")
+        if (piece + 1) * PIECE % PERIOD == 0:
+            scale = scales + (at + piece * PIECE) // GROUP * OUT
+            a += part_a * tl.load(scale)[:, None]
+            part_a = tl.zeros_like(a)
+            if GLU:
+                b += part_b * tl.load(scale + N)[:, None]
+                part_b = tl.zeros_like(a)
+    return a, b
+
+
+@triton.jit
 def _sum_part(
     weights,
     scales,
@@ -731,15 +801,21 @@ def _sum_part(
     KIND: tl.constexpr,
     GROUP: tl.constexpr,
     ZEROS: tl.constexpr,
+    PERIOD: tl.constexpr,
 ):
     """The sum of a part's products. `first`: its first input. WIDTH: from one tile of weights to the next."""
+    STEP: tl.constexpr = max(BK, PERIOD)
     summed = tl.zeros_like(like)
     for i in tl.range(0, STEPS, num_stages=STAGES):
-        if KIND == "":
+        at = first + i * STEP
+        if PERIOD > 0:
+            summed, _ = _add_unpacked(
+                summed, summed, weights, weights, scales, inputs, valid, at, N, N, BK, GROUP, PERIOD, False
+            )
+        elif KIND == "" or KIND == "unpacked":
             x = tl.load(inputs, mask=valid[None, :], other=0.0)
             summed = tl.dot(tl.load(weights), x, summed, input_precision="ieee")
         else:
-            at = first + i * BK
             summed, _ = _add_packed(
                 summed,
                 summed,
@@ -760,7 +836,7 @@ def _sum_part(
                 False,
             )
         weights += WIDTH
-        inputs += BK
+        inputs += STEP
     return _rounded(summed) if STEPS == 1 else summed
 
 
@@ -793,6 +869,7 @@ def _linear(
     KIND: tl.constexpr,
     GROUP: tl.constexpr,
     ZEROS: tl.constexpr,
+    PERIOD: tl.constexpr,
     BIAS: tl.constexpr,
     GLU: tl.constexpr,
     ACTIVATION: tl.constexpr,
@@ -811,7 +888,8 @@ def _linear(
     of gate and up, and the result is that of ACTIVATION. RESIDUAL: adds to `out`; also writes the sum times the next
     norm's gain, and its sums of squares.
     KIND: of packed weights (`quantized_weights.py`); "": floats. GROUP: how many inputs share a scale; 0: all. BN is
-    then 64, and BK the inputs of a block: the order of sums depends on it.
+    then 64, and BK the inputs of a block: the order of sums depends on it. "unpacked": the numbers of such weights as
+    floats, whose sums are multiplied by scales after PERIOD inputs; 0: after all.
     """
     pid = tl.program_id(0)
     row_tiles = (rows + BM - 1) // BM
@@ -825,12 +903,14 @@ def _linear(
     m = row_tile * BM + tl.arange(0, BM)
     valid = m < rows
     OUT: tl.constexpr = 2 * N if GLU else N
-    PLACES: tl.constexpr = 1 if KIND == "" else 8 if KIND == "int4" else 4
-    WORDS: tl.constexpr = BK // PLACES
+    FLOATS: tl.constexpr = KIND == "" or KIND == "unpacked"
+    PLACES: tl.constexpr = 1 if FLOATS else 8 if KIND == "int4" else 4
+    STEP: tl.constexpr = max(BK, PERIOD)
+    WORDS: tl.constexpr = min(BK, PERIOD) if PERIOD > 0 else BK // PLACES
     UP: tl.constexpr = N * K // PLACES
-    WIDTH: tl.constexpr = BK if KIND == "" else 64 * WORDS
+    WIDTH: tl.constexpr = STEP if FLOATS else 64 * WORDS
     k = part * KS + tl.arange(0, WORDS)
-    if KIND == "":
+    if FLOATS:
         weights = weight_ptr + n[:, None].to(tl.int64) * K + k[None, :]
     else:
         within = tl.arange(0, BN)[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
@@ -841,7 +921,7 @@ def _linear(
     LINES: tl.constexpr = max(BK // 64, 1)
     line = part * KS + tl.arange(0, LINES) * 64
     ahead = weight_ptr + n[:, None].to(tl.int64) * K + line[None, :]
-    STEPS: tl.constexpr = KS // BK
+    STEPS: tl.constexpr = KS // STEP
     if PDL and EARLY:
         gdc_launch_dependents()
     if DISTANCE > 0:
@@ -860,13 +940,17 @@ def _linear(
                 _prefetch(ahead + far)
                 if GLU:
                     _prefetch(ahead + N * K + far)
-            if KIND == "":
+            at = part * KS + i * STEP
+            if PERIOD > 0:
+                a, b = _add_unpacked(
+                    a, b, weights, weights + UP, scales, inputs, valid, at, N, OUT, BK, GROUP, PERIOD, GLU
+                )
+            elif FLOATS:
                 x = tl.load(inputs, mask=valid[None, :], other=0.0)
                 a = tl.dot(tl.load(weights), x, a, input_precision="ieee")
                 if GLU:
                     b = tl.dot(tl.load(weights + UP), x, b, input_precision="ieee")
             else:
-                at = part * KS + i * BK
                 a, b = _add_packed(
                     a,
                     b,
@@ -887,21 +971,53 @@ def _linear(
                     GLU,
                 )
             weights += WIDTH
-            inputs += BK
+            inputs += STEP
             if PDL and not EARLY:  # noqa: SIM102 (known when the kernel is compiled)
                 if i == max(STEPS - max(DISTANCE, 2), 0):
                     gdc_launch_dependents()
-    elif SPLIT <= UNROLLED and KIND == "":
+    elif SPLIT <= UNROLLED and FLOATS and PERIOD == 0:
         for j in tl.static_range(SPLIT):
             a += _sum_part(
-                weights, scales, zeros, inputs, valid, a, j * KS, N, BN, BK, STEPS, STAGES, WIDTH, KIND, GROUP, ZEROS
+                weights,
+                scales,
+                zeros,
+                inputs,
+                valid,
+                a,
+                j * KS,
+                N,
+                BN,
+                BK,
+                STEPS,
+                STAGES,
+                WIDTH,
+                KIND,
+                GROUP,
+                ZEROS,
+                PERIOD,
             )
             weights += STEPS * WIDTH
             inputs += KS
     else:
         for j in tl.range(0, SPLIT):
             a += _sum_part(
-                weights, scales, zeros, inputs, valid, a, j * KS, N, BN, BK, STEPS, STAGES, WIDTH, KIND, GROUP, ZEROS
+                weights,
+                scales,
+                zeros,
+                inputs,
+                valid,
+                a,
+                j * KS,
+                N,
+                BN,
+                BK,
+                STEPS,
+                STAGES,
+                WIDTH,
+                KIND,
+                GROUP,
+                ZEROS,
+                PERIOD,
             )
             weights += STEPS * WIDTH
             inputs += KS

@@ -163,6 +163,7 @@ class StepRunner(TorchRunner):
         self.mixed_tokens = self._mixed_tokens
         if speculate:
             self.verify_drafts = self._verify_drafts
+        long_prompts = long_prompts and not step.model.quantized  # which torch's operations unpack more slowly
         self._max_prompt = SHORT_PROMPT if long_prompts and not step.exact else None
         """How many tokens of prompts in a pass the step computes; None: any number."""
         self._cache.widens_pools = False  # a step attends for slots wherever they are

@@ -14,7 +14,16 @@ from palaver.engines.core.runner import UnsupportedModel
 from palaver.engines.torch import mxfp4, step_kernels
 from palaver.engines.torch.plain_decoder import DecoderLayer, Linear, LinearLayer, PlainDecoder
 from palaver.engines.torch.quantized_weights import BLOCK_OUTPUTS, Kind, PackedWeight, QuantizedLinear
-from palaver.engines.torch.tile_shapes import MIXED_TILES, ROWS, TILES, VECTORS, TileShape, VectorShape
+from palaver.engines.torch.tile_shapes import (
+    MIXED_TILES,
+    PACKED_ROWS,
+    ROWS,
+    SCALED_TILES,
+    TILES,
+    VECTORS,
+    TileShape,
+    VectorShape,
+)
 
 PREFILL_ROWS = 64
 """Queries of all heads that one program of a prefill attends for."""
@@ -28,6 +37,8 @@ MIN_PART = 768
 """Inputs that a part of a product has at least."""
 MAX_ROUTER_PARTS = 16
 """In how many parts the inputs of a router are summed at most."""
+PrefillTiles = tuple[tuple[int, TileShape], ...]
+"""By the number of rows up to which each is taken; the last one for all others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +52,7 @@ class TiledProjection:
     inputs: int
     split: int
     tile: TileShape
-    prefill_tiles: tuple[tuple[int, TileShape], ...]
-    """By the number of rows up to which each is taken; the last one for all others."""
+    prefill_tiles: PrefillTiles
     vector: VectorShape
     packed: PackedWeight | None = None
     """Of quantised weights, which only tiles read."""
@@ -62,9 +72,7 @@ class TiledProjection:
         vector = VECTORS.get((outputs, inputs)) or VectorShape(
             4, min(2048, step_kernels.next_power(inputs)), 4, 264 if inputs <= 2048 else 0
         )
-        prefill = TileShape(128, 128, 64, 3 if split == 1 and not gated else 4, 8)
-        prefill = prefill if outputs % 128 == 0 else TileShape(128, 64, 64, 3)
-        tiles = (*MIXED_TILES.get((outputs, inputs), ()), (0, prefill))
+        tiles = _prefill_tiles(outputs, inputs, split, gated)
         return cls(weight, linear.bias, outputs, inputs, split, tile, tiles, vector)
 
     @classmethod
@@ -75,12 +83,29 @@ class TiledProjection:
         split = 1 if gated else _split(outputs, inputs, 2 * BUSY_TILES, width)
         tile = TileShape(ROWS, BLOCK_OUTPUTS, width, 3 if packed.kind is Kind.INT4 else 4)
         prefill = TileShape(64, BLOCK_OUTPUTS, width, 2) if gated else TileShape(128, BLOCK_OUTPUTS, width, 2, 8)
-        vector = VectorShape(4, 64, 4)
-        return cls(packed.words, bias, outputs, inputs, split, tile, ((0, prefill),), vector, packed)
+        if packed.period:
+            scaled = SCALED_TILES[gated]
+            deep = packed.period > scaled.depth
+            tiles: PrefillTiles = ((0, scaled._replace(stages=scaled.stages - 1) if deep else scaled),)
+        else:
+            tiles = _prefill_tiles(outputs, inputs, split, gated)
+        tiles = ((PACKED_ROWS, prefill), *tiles)
+        return cls(packed.words, bias, outputs, inputs, split, tile, tiles, VectorShape(4, 64, 4), packed)
+
+    def unpacks(self, rows: int) -> bool:
+        """Whether a pass over so many rows with prompts turns packed weights into floats first."""
+        return self.packed is not None and rows > PACKED_ROWS
 
     def prefill_tile(self, rows: int) -> TileShape:
         """For a pass over so many rows with prompts."""
         return next(tile for most, tile in self.prefill_tiles if rows <= most or not most)
+
+
+def _prefill_tiles(outputs: int, inputs: int, split: int, gated: bool) -> PrefillTiles:
+    """Of weights that are floats."""
+    wide = TileShape(128, 128, 64, 3 if split == 1 and not gated else 4, 8)
+    last = wide if outputs % 128 == 0 else TileShape(128, 64, 64, 3)
+    return (*MIXED_TILES.get((outputs, inputs), ()), (0, last))
 
 
 def _split(outputs: int, inputs: int, busy: int = BUSY_TILES, depth: int = 64) -> int:

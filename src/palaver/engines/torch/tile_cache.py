@@ -65,7 +65,7 @@ class TileCache:
         return self._path(product).with_suffix(".timing")
 
     def _path(self, product: ProductShape) -> Path:
-        kind = f"{product.weights}{' gated' if product.gated else ''}"
+        kind = f"{product.weights}{' unpacked' if product.is_unpacked else ''}{' gated' if product.gated else ''}"
         sizes = f"{product.outputs}x{product.inputs} in {product.split}"
         rows = f"prefill {product.rows}" if product.rows else "decode"
         return self.folder / f"{_file_name(f'{kind} {sizes} {rows}')}.json"

@@ -83,6 +83,18 @@ VECTORS: dict[tuple[int, int], VectorShape] = {
 
 SEARCHED_ROWS = (128, 256, 512, 1024)
 """Numbers of rows of passes with prompts that have a tile each; the last one's is for all longer passes, too."""
+PACKED_ROWS = 128
+"""Rows of a pass with prompts up to which products read packed weights; one of SEARCHED_ROWS. For more rows a layer's
+weights are unpacked first, and products read floats.
+
+An estimate for the 8B shape on an H200: its layers have 7e9 weights. Packed, a row of a prompt takes 88 us (11,400
+tokens/s), of which 56 are for turning numbers into floats. To unpack, some 4 bytes a weight are read and written more,
+28 GB in all or 7 ms at 4 TB/s. Both are equal at 125 rows."""
+SCALED_TILES = (TileShape(128, 64, 64, 3), TileShape(64, 64, 64, 3))
+"""For unpacked weights with scales of groups, and the same for gate and up. Beside each sum they hold that of a group,
+and a program waits for its products before it scales them: so small that several programs share a processor."""
+SCALED_STAGES = (2, 3)
+"""Stages that are tried for them."""
 PLAIN_WEIGHTS = ("bfloat16", "float16", "float32")
 DEPTH_STAGES = {64: (4, 6), 128: (3, 4, 5), 256: (3,)}
 """Stages that are tried in a decode step, by the depth of a tile."""
@@ -147,12 +159,24 @@ class ProductShape:
     """Their dtype, and how many of them share a scale if they are quantised."""
     rows: int = 0
     """Of a pass with prompts; 0: a decode step."""
+    period: int = 0
+    """After how many inputs sums are multiplied by a scale; 0: after all, or never."""
 
     @property
     def is_plain(self) -> bool:
-        """Whether the weights are not quantised. The others are stored in blocks and groups, which set the sizes of a
-        tile: only its stages are searched."""
+        """Whether the weights are not quantised."""
         return self.weights in PLAIN_WEIGHTS
+
+    @property
+    def is_unpacked(self) -> bool:
+        """Whether the weights are quantised, and become floats before the product."""
+        return not self.is_plain and self.rows > PACKED_ROWS
+
+    @property
+    def reads_floats(self) -> bool:
+        """Whether the weights are not packed. Packed ones are stored in blocks and groups, which set the sizes of a
+        tile: only its stages are searched."""
+        return self.is_plain or self.is_unpacked
 
     def with_rows(self, rows: int) -> ProductShape:
         return replace(self, rows=rows)
@@ -165,10 +189,14 @@ class ProductShape:
     def shared_memory(self, tile: TileShape, limits: DeviceLimits) -> int:
         """The bytes that a program takes, at most."""
         itemsize = 4 if self.weights == "float32" else 2
-        bits = 8 * itemsize if self.is_plain else 4 if self.weights.startswith("int4") else 8
+        bits = 8 * itemsize if self.reads_floats else 4 if self.weights.startswith("int4") else 8
         lines = tile.outputs * (2 if self.gated else 1)
         stages = tile.stages if limits.multiplies_shared else max(1, tile.stages - 1)
-        return stages * tile.depth * (lines * bits // 8 + tile.rows * itemsize) + RESERVED_SHARED
+        return stages * self._step(tile) * (lines * bits // 8 + tile.rows * itemsize) + RESERVED_SHARED
+
+    def _step(self, tile: TileShape) -> int:
+        """The inputs of one step of a product."""
+        return max(tile.depth, self.period) if self.is_unpacked else tile.depth
 
     def allows(self, tile: TileShape, limits: DeviceLimits) -> bool:
         """Whether the kernels compute the product in such tiles on the device.
@@ -176,16 +204,17 @@ class ProductShape:
         Eight warps need 128 outputs: each group of four multiplies 64 of them, by the same instruction for all tiles.
         """
         prefill = self.rows > 0
-        accumulators = tile.rows * tile.outputs * (2 if self.gated else 1) // (32 * max(1, tile.warps))
+        sums = (2 if self.gated else 1) * (2 if self.is_unpacked and self.period else 1)
+        accumulators = tile.rows * tile.outputs * sums // (32 * max(1, tile.warps))
         return (
             (tile.rows in (64, 128, 256) if prefill else tile.rows == ROWS)
             and tile.outputs in (64, 128, 256)
             and self.outputs % tile.outputs == 0
-            and (tile.depth in DEPTH_STAGES or not self.is_plain)
-            and self.inputs // self.split % tile.depth == 0
+            and (tile.depth in DEPTH_STAGES or not self.reads_floats)
+            and self.inputs // self.split % self._step(tile) == 0
             and 1 <= tile.stages <= MAX_STAGES
             and self.shared_memory(tile, limits) <= limits.shared_memory
-            and (tile.warps == 4 or (tile.warps == 8 and (tile.outputs >= 128 or not self.is_plain)))
+            and (tile.warps == 4 or (tile.warps == 8 and (tile.outputs >= 128 or not self.reads_floats)))
             and accumulators <= MAX_ACCUMULATORS
             and 0 <= tile.distance <= (0 if prefill else limits.max_distance)
             and not (tile.early and (prefill or not limits.has_dependent_launch))
@@ -198,7 +227,7 @@ def fit_tile(tile: TileShape, product: ProductShape, limits: DeviceLimits) -> Ti
         distance=min(tile.distance, limits.max_distance), early=tile.early and limits.has_dependent_launch
     )
     small = TileShape(64 if product.rows else ROWS, 64, 64, 4)
-    for shape in (tile, small) if product.is_plain else (tile,):
+    for shape in (tile, small) if product.reads_floats else (tile,):
         for stages in range(shape.stages, 0, -1):
             fitting = shape._replace(stages=stages)
             if product.allows(fitting, limits):
@@ -208,7 +237,7 @@ def fit_tile(tile: TileShape, product: ProductShape, limits: DeviceLimits) -> Ti
 
 def candidates(product: ProductShape, start: TileShape, limits: DeviceLimits) -> list[TileShape]:
     """The shapes that a search tries first, besides the one it starts from."""
-    if not product.is_plain:
+    if not product.reads_floats:
         found: Iterable[TileShape] = (start._replace(stages=stages) for stages in range(MIN_STAGES, MAX_STAGES + 1))
     elif product.rows:
         found = _prefill_tiles(product, limits)
@@ -236,7 +265,9 @@ def _decode_tiles(product: ProductShape, limits: DeviceLimits) -> Iterator[TileS
 
 def _prefill_tiles(product: ProductShape, limits: DeviceLimits) -> Iterator[TileShape]:
     for tile in PREFILL_TILES:
-        if tile.rows <= 128 or product.rows >= MANY_ROWS:
+        if product.is_unpacked and product.period:
+            yield from (tile._replace(stages=stages) for stages in SCALED_STAGES)
+        elif tile.rows <= 128 or product.rows >= MANY_ROWS:
             stages = range(tile.stages, MIN_STAGES - 1, -1)
             fitting = (tile._replace(stages=count) for count in stages)
             yield next((found for found in fitting if product.allows(found, limits)), tile)

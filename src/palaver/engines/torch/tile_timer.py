@@ -62,7 +62,8 @@ def product_shape(projection: TiledProjection, gated: bool = False, rows: int = 
     weights = (
         str(projection.weight.dtype).removeprefix("torch.") if packed is None else f"{packed.kind} by {packed.group}"
     )
-    return ProductShape(projection.outputs, projection.inputs, projection.split, gated, weights, rows)
+    period = 0 if packed is None else packed.period
+    return ProductShape(projection.outputs, projection.inputs, projection.split, gated, weights, rows, period)
 
 
 def list_products(model: StepModel) -> list[Product]:
