@@ -9,6 +9,7 @@
     PYTHONPATH=src python3 benchmarks/accelerator.py --bits 2000    the exact mode: replies alone, in batches, cut
     PYTHONPATH=src python3 benchmarks/accelerator.py --drafts       the exact mode with drafts over that without
     PYTHONPATH=src python3 benchmarks/accelerator.py --search       the quickest tiles of products, for the next start
+    PYTHONPATH=src python3 benchmarks/accelerator.py --prompts      prompts with quantised weights, packed and unpacked
 
 Needs only torch and transformers. `--device cpu --tiny` runs the same code without an accelerator.
 """
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import copy
 import gc
 import json
 import logging
@@ -741,6 +743,187 @@ async def search(arguments: argparse.Namespace) -> None:
         torch.cuda.empty_cache()
 
 
+PROMPT_FORMATS = ("int4 groups", "fp8 blocks", "fp8 channels")
+PROMPT_LAYERS = 4
+PROMPT_ROWS = (128, 256, 512, 1024, 2048, 4096)
+
+
+class Prompts:
+    """Passes over prompts of a few layers in the 8B shape: weights in bfloat16, quantised ones that stay packed, and
+    the same if they are unpacked first. Bits of the last two are compared."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        from palaver.engines.torch.cuda_graphs import CudaGraphCapture
+        from palaver.engines.torch.devices import TensorLayout, TensorMemory
+        from palaver.engines.torch.plain_decoder import PlainDecoder
+
+        self.device = torch.device(arguments.device)
+        self.layers: int = SHAPES["Qwen3-8B"]["num_hidden_layers"]
+        shape = TINY_PROMPTS if arguments.tiny else SHAPES["Qwen3-8B"] | {"num_hidden_layers": PROMPT_LAYERS}
+        self.rows = (128, 256) if arguments.tiny else PROMPT_ROWS
+        self.parts = PlainDecoder.from_model(random_model(shape, arguments.device, 512), 8192)
+        heads = (self.parts.num_kv_heads, self.parts.head_dim)
+        memory = TensorMemory(self.parts.embedding.dtype, self.device)
+        self.layout = TensorLayout(((heads, heads),) * len(self.parts.layers), memory)
+        self.capture = CudaGraphCapture(self.device) if self.device.type == "cuda" else None
+        self.ids = [(i * i * 7 + i * 13 + 5) % 512 for i in range(max(self.rows))]
+        self.search: float = arguments.search
+
+    @torch.inference_mode()
+    def run(self, forms: Sequence[str]) -> int:
+        """Returns how many formats differ in a bit."""
+        wrong = 0
+        plain = self._measure("bfloat16", self._step(self.parts, 0))[0]
+        for form in forms:
+            parts = self._quantized(form)
+            packed, expected = self._measure(f"{form}, packed", self._step(parts, max(self.rows)), plain)
+            step = self._step(parts, 1)
+            found = self._measure(f"{form}, unpacked", step, plain, packed)[1]
+            same = torch.equal(found, expected)
+            wrong += not same
+            print(f"{form}: {'the same bits' if same else 'OTHER BITS'} packed and unpacked", flush=True)
+            self._time_unpacking(form, step)
+            if self.search:
+                self._search(form, step)
+        return wrong
+
+    def _quantized(self, form: str) -> Any:
+        from palaver.engines.core.quantization import read_quantization
+        from palaver.engines.torch.quantized_weights import QuantizedLinear, read_weight
+
+        store, settings = FORMATS[form]
+        quantization = read_quantization({"quantization_config": settings})
+        assert quantization is not None
+
+        def quantized(linear: Any) -> QuantizedLinear:
+            stored, _ = store(linear.weight.t().float().contiguous())
+            tensors = {f"x.{name}": tensor.to(self.device) for name, tensor in stored.items()}
+            packed = read_weight(quantization, "x", tensors.__getitem__).pack()
+            assert packed is not None
+            return QuantizedLinear(packed, linear.bias, linear.weight.dtype)
+
+        parts = copy.copy(self.parts)
+        parts.layers = []
+        for layer in self.parts.layers:
+            names = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
+            changes: dict[str, Any] = {name: quantized(getattr(layer, name)) for name in names}
+            parts.layers.append(replace(layer, **changes))
+        return parts
+
+    def _step(self, parts: Any, packed_rows: int) -> Any:
+        """`packed_rows`: for more rows, weights are unpacked."""
+        from palaver.engines.torch import step_weights, tile_shapes
+        from palaver.engines.torch.cuda_step import DecoderStep
+        from palaver.engines.torch.tile_timer import with_known_tiles
+
+        modules: list[Any] = [step_weights, tile_shapes]
+        for module in modules:
+            module.PACKED_ROWS = packed_rows
+        model = parts.step_model()
+        newest = self.capture is not None and torch.cuda.get_device_capability() >= (9, 0)
+        return DecoderStep(
+            model if self.capture is None else with_known_tiles(model), True, self.capture, 32, pdl=newest
+        )
+
+    def _measure(self, name: str, step: Any, *others: dict[int, float]) -> tuple[dict[int, float], torch.Tensor]:
+        """The seconds of a pass by its rows, and logits after a prompt of all rows and after one of a quarter."""
+        seconds = {}
+        for rows in self.rows:
+            seconds[rows] = min(self._time(step, rows) for _ in range(3)) if self.capture else 1.0
+            ratios = "".join(f", {other[rows] / seconds[rows]:5.2f}" for other in others)
+            rate = rows / (seconds[rows] * self.layers / len(self.parts.layers))
+            print(
+                f"{name:24} {rows:5} rows {seconds[rows] * 1e3:8.3f} ms; all layers {rate:8.0f} rows/s{ratios}",
+                flush=True,
+            )
+        return seconds, torch.cat([self._logits(step, count) for count in (len(self.ids) // 4, len(self.ids))])
+
+    def _time(self, step: Any, rows: int) -> float:
+        """A mixed step, which is a graph, or a pass over a prompt alone."""
+        if rows in step.mixed_rows:
+            seconds: float = step._time(step.max_rows, rows)
+            return seconds
+        chunk = self._chunk(rows)
+        began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        step.prefill([chunk])
+        began.record()
+        step.prefill([chunk])
+        ended.record()
+        ended.synchronize()
+        return began.elapsed_time(ended) / 1e3
+
+    def _chunk(self, rows: int) -> Any:
+        from palaver.engines.core.kv_cache import SlotAllocator
+        from palaver.engines.torch.batch import sequence_chunk
+
+        return sequence_chunk(SlotAllocator(self.layout, 1 << 30).allocate(rows + 1), 0, self.ids[:rows])
+
+    def _logits(self, step: Any, rows: int) -> torch.Tensor:
+        """After a prompt of so many tokens, all but the last in one pass."""
+        from palaver.engines.torch.cuda_step import StepRow
+
+        chunk = self._chunk(rows)
+        step.prefill([replace(chunk, ids=chunk.ids[:-1])])
+        last = replace(chunk, start=rows - 1, ids=chunk.ids[-1:])
+        logits: torch.Tensor = step.run([StepRow(last, Sampling(temperature=0), 0, 0)])[0].clone()
+        return logits
+
+    def _time_unpacking(self, form: str, step: Any) -> None:
+        packed = [one.packed for layer in step.layers for one in layer.linears]
+        size = sum(one.words.nbytes + 2 * one.outputs * one.inputs for one in packed)
+        if self.capture is None:
+            return
+
+        def unpack() -> torch.Tensor:
+            for one in packed:
+                step._unpack(one)
+            out: torch.Tensor = step._unpacked
+            return out
+
+        unpack()
+        replay = self.capture(unpack)
+        best = float("inf")
+        for _ in range(5):
+            began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            began.record()
+            replay()
+            ended.record()
+            ended.synchronize()
+            best = min(best, began.elapsed_time(ended) / 1e3)
+        print(f"{form}: unpacking {best * 1e3:.3f} ms, {size / best / 1e12:.2f} TB/s", flush=True)
+
+    def _search(self, form: str, step: Any) -> None:
+        """The quickest tiles of products with unpacked weights, of 1,024 rows."""
+        from palaver.engines.torch.tile_search import TileSearch
+        from palaver.engines.torch.tile_timer import ProductTimer, device_limits, list_products, open_tile_cache
+
+        limits, products = device_limits(step.device), list_products(step.model)
+        left = [
+            (product.shape.with_rows(1024), product.projections[0].prefill_tile(1024))
+            for product in products
+            if product.prefills
+        ]
+        cache = open_tile_cache(limits)
+        for found in TileSearch(left, ProductTimer(step, products), cache, limits, self.search, 8).run():
+            shape = found.product
+            print(
+                f"{form}: {shape.outputs} x {shape.inputs}{' gated' if shape.gated else ''} in {shape.split}:"
+                f" {found.default_seconds * 1e6:.1f} us {tuple(found.default)} -> {found.ratio:.1%}"
+                f" {tuple(found.tile)}; {found.tried} tried, {found.rejected} rejected",
+                flush=True,
+            )
+
+
+TINY_PROMPTS = {
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+}
+
+
 async def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--identity", action="store_true")
@@ -751,12 +934,13 @@ async def main() -> int:
     parser.add_argument("--bits", type=int, default=0, metavar="CYCLES")
     parser.add_argument("--drafts", action="store_true")
     parser.add_argument("--search", type=float, nargs="?", const=120.0, default=0.0, metavar="SECONDS")
+    parser.add_argument("--prompts", action="store_true")
     parser.add_argument("--exact", action="store_true")
     parser.add_argument("--shape", choices=SHAPES, help="only this one")
     parser.add_argument("--batch", type=int, help="only this number of streams")
     parser.add_argument("--rates", type=int, nargs="*", default=[25, 40], help="arrivals a second")
     parser.add_argument("--library", action="store_true", help="the library's model code instead of the fused decoder")
-    parser.add_argument("--weights", help="with --speed: a quantised format, such as 'fp8 channels' or 'int4 groups'")
+    parser.add_argument("--weights", help="a quantised format, such as 'int4 groups': with --speed, --prompts")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--tiny", action="store_true")
@@ -777,9 +961,12 @@ async def main() -> int:
         or arguments.bits
         or arguments.drafts
         or arguments.search
+        or arguments.prompts
     )
     failures = await identity(arguments.device, False) if arguments.identity or not chosen else 0
-    if arguments.search:
+    if arguments.prompts:
+        failures += Prompts(arguments).run((arguments.weights,) if arguments.weights else PROMPT_FORMATS)
+    elif arguments.search:
         await search(arguments)
     if arguments.kernels:
         failures += await identity(arguments.device, True)
