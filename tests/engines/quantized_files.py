@@ -114,6 +114,61 @@ def awq(weight: Tensor) -> Stored:
     return tensors, _wide(codes, zeros, scales)
 
 
+def _torchao_tensors(**tensors: Tensor) -> dict[str, Tensor]:
+    return {f"_weight_{name}": tensor for name, tensor in tensors.items()}
+
+
+def torchao_int8(weight: Tensor) -> Stored:
+    scales = weight.abs().amax(1, keepdim=True) / 127.5
+    codes = (weight / scales).round().clamp(-128, 127).to(torch.int8)
+    zeros = torch.zeros_like(scales, dtype=torch.int8)
+    return _torchao_tensors(qdata=codes, scale=scales, zero_point=zeros), codes.float() * scales
+
+
+def torchao_int8_groups(weight: Tensor) -> Stored:
+    groups = weight.unflatten(1, (-1, GROUP))
+    scales = groups.abs().amax(-1) / 127.5
+    codes = (groups / scales[..., None]).round().clamp(-128, 127)
+    wide = (codes * scales[..., None]).flatten(1)
+    return _torchao_tensors(qdata=codes.flatten(1).to(torch.int8), scale=scales), wide
+
+
+def torchao_fp8(weight: Tensor) -> Stored:
+    scales = weight.abs().amax(1, keepdim=True) / 448
+    codes = (weight / scales).to(torch.float8_e4m3fn)
+    return _torchao_tensors(qdata=codes, scale=scales), codes.float() * scales
+
+
+def torchao_fp8_tensor(weight: Tensor) -> Stored:
+    scale = (weight.abs().amax() / 448).reshape(1, 1)
+    codes = (weight / scale).to(torch.float8_e4m3fn)
+    return _torchao_tensors(qdata=codes, scale=scale), codes.float() * scale
+
+
+def _torchao_int4(codes: Tensor, scales: Tensor, zeros: Tensor) -> Stored:
+    """`codes` from -8 to 7, [outputs, groups, GROUP]; scales and zeros [outputs, groups]."""
+    wide = (codes * scales.float()[..., None] + zeros.float()[..., None]).flatten(1)
+    halves = codes.flatten(1).to(torch.int16) & 15
+    data = (halves[:, 0::2] | halves[:, 1::2] << 4).to(torch.uint8).view(torch.int8)
+    return _torchao_tensors(qdata=data, scale=scales.t().contiguous(), zero_point=zeros.t().contiguous()), wide
+
+
+def torchao_int4(weight: Tensor) -> Stored:
+    """Zero points are floats: a group's smallest number plus 8 steps."""
+    groups = weight.unflatten(1, (-1, GROUP))
+    low, high = groups.amin(-1), groups.amax(-1)
+    scales = (high - low) / 15
+    codes = ((groups - low[..., None]) / scales[..., None]).round().clamp(0, 15) - 8
+    return _torchao_int4(codes, scales.bfloat16(), (low + 8 * scales).bfloat16())
+
+
+def torchao_int4_symmetric(weight: Tensor) -> Stored:
+    groups = weight.unflatten(1, (-1, GROUP))
+    scales = groups.abs().amax(-1) / 8
+    codes = (groups / scales[..., None]).round().clamp(-8, 7)
+    return _torchao_int4(codes, scales.bfloat16(), torch.zeros_like(scales).bfloat16())
+
+
 def _compressed(stored: str, kind: str, bits: int, strategy: str, **more: Any) -> dict[str, Any]:
     weights = {"num_bits": bits, "type": kind, "strategy": strategy, "symmetric": True, "dynamic": False} | more
     groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
@@ -126,6 +181,25 @@ def _compressed(stored: str, kind: str, bits: int, strategy: str, **more: Any) -
     }
 
 
+def _torchao(kind: str, version: int = 2, **data: Any) -> dict[str, Any]:
+    return {
+        "quant_method": "torchao",
+        "quant_type": {"default": {"_type": kind, "_version": version, "_data": data}},
+        "modules_to_not_convert": None,
+        "include_input_output_embeddings": False,
+        "untie_embedding_weights": False,
+    }
+
+
+def _member(kind: str, name: str) -> dict[str, str]:
+    return {"_type": kind, "_data": name}
+
+
+def _granularity(kind: str, **data: int) -> dict[str, Any]:
+    return {"_type": kind, "_version": 1, "_data": data}
+
+
+E4M3 = _member("torch.dtype", "float8_e4m3fn")
 FORMATS: dict[str, tuple[Callable[[Tensor], Stored], dict[str, Any]]] = {
     "fp8 blocks": (
         fp8_blocks,
@@ -142,6 +216,33 @@ FORMATS: dict[str, tuple[Callable[[Tensor], Stored], dict[str, Any]]] = {
     ),
     "gptq": (gptq, {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": False}),
     "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm", "zero_point": True}),
+}
+KERNEL_FORMATS = tuple(FORMATS)
+"""The CUDA kernels read the numbers of these as they do those of the formats below."""
+FORMATS |= {
+    "torchao int8": (torchao_int8, _torchao("Int8WeightOnlyConfig", granularity=_granularity("PerRow", dim=-1))),
+    "torchao int8 groups": (
+        torchao_int8_groups,
+        _torchao("Int8WeightOnlyConfig", group_size=None, granularity=_granularity("PerGroup", group_size=GROUP)),
+    ),
+    "torchao fp8": (torchao_fp8, {"quant_method": "torchao", "quant_type": "float8_weight_only"}),
+    "torchao fp8 tensor": (
+        torchao_fp8_tensor,
+        _torchao(
+            "Float8DynamicActivationFloat8WeightConfig",
+            granularity=[_granularity("PerTensor"), _granularity("PerTensor")],
+            weight_dtype=E4M3,
+            packing_format=_member("Float8PackingFormat", "PLAIN"),
+        ),
+    ),
+    "torchao int4": (
+        torchao_int4,
+        _torchao("Int4WeightOnlyConfig", group_size=GROUP, int4_packing_format=_member("Int4PackingFormat", "PLAIN")),
+    ),
+    "torchao int4 symmetric": (
+        torchao_int4_symmetric,
+        _torchao("Float8DynamicActivationInt4WeightConfig", 1, int4_packing_format="plain", group_size=GROUP),
+    ),
 }
 
 

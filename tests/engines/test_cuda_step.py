@@ -27,7 +27,7 @@ from palaver.engines.torch.step_modules import read_step_model  # noqa: E402
 from palaver.engines.torch.step_runner import StepProbe  # noqa: E402
 from palaver.engines.torch.step_weights import NO_WINDOW, Experts, StepModel, TiledProjection  # noqa: E402
 from palaver.sampling import Sampling  # noqa: E402
-from tests.engines.quantized_files import FORMATS  # noqa: E402
+from tests.engines.quantized_files import FORMATS, KERNEL_FORMATS  # noqa: E402
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::RuntimeWarning")  # the interpreter's
@@ -200,7 +200,7 @@ def test_the_logits_of_torch_operations(exact: bool) -> None:
 
 @pytest.mark.usefixtures("greedy")
 @torch.inference_mode()
-@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("form", KERNEL_FORMATS)
 def test_the_logits_of_quantised_weights(form: str) -> None:
     """Decoded, and after a prompt in chunks."""
     case = Case(True, form=form)
@@ -246,7 +246,7 @@ def test_the_logits_of_unpacked_weights(form: str, monkeypatch: pytest.MonkeyPat
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("form", KERNEL_FORMATS)
 def test_what_is_unpacked_are_the_numbers_before_their_scales(form: str) -> None:
     case = Case(True, form=form)
     packed = case.model.layers[0].qkv.packed
@@ -259,7 +259,7 @@ def test_what_is_unpacked_are_the_numbers_before_their_scales(form: str) -> None
 
 @torch.inference_mode()
 @pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("form", KERNEL_FORMATS)
 def test_products_of_unpacked_weights_have_the_bits_of_packed_ones(
     form: str, gated: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -301,7 +301,7 @@ def test_products_of_unpacked_weights_have_the_bits_of_packed_ones(
 @ON_GPU
 @torch.inference_mode()
 @pytest.mark.parametrize("packed_rows", [128, 40])
-@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("form", KERNEL_FORMATS)
 def test_bits_of_quantised_weights_depend_on_the_text_alone(
     form: str, packed_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -155,6 +155,17 @@ def test_a_missing_package_is_named(form: str, package: str, tmp_path: Path) -> 
         load(folder, vocabulary=tiny.VOCABULARY, device="cpu")
 
 
+def test_what_torchao_stores_in_another_way_is_named(tmp_path: Path) -> None:
+    if find_spec("torchao") is not None:
+        pytest.skip("torchao is installed")
+    folder = tiny.make("qwen3", tmp_path)
+    default = {"_type": "Int4WeightOnlyConfig", "_version": 2, "_data": {"int4_packing_format": "tile_packed_to_4d"}}
+    rewrite(folder, load_file(folder / "model.safetensors"), quant_method="torchao", quant_type={"default": default})
+    reason = r"torchao, Int4WeightOnlyConfig, tile_packed_to_4d\) couldn't be loaded: .*torchao"
+    with pytest.raises(BrokenModel, match=reason):
+        load(folder, vocabulary=tiny.VOCABULARY, device="cpu")
+
+
 def test_weights_that_become_floats_again_are_counted_as_floats(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(mxfp4(tmp_path))
     plain = sum(parameter.numel() for parameter in tiny.build("gpt_oss").parameters())

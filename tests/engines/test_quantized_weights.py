@@ -16,8 +16,9 @@ from palaver.engines.core.options import EngineOptions
 from palaver.engines.core.quantization import read_quantization
 from palaver.engines.core.runner import UnsupportedModel
 from palaver.engines.torch.devices import weights_bytes
-from palaver.engines.torch.engine import load_plain_model, read_plain_decoder
+from palaver.engines.torch.engine import load, load_plain_model, read_plain_decoder
 from palaver.engines.torch.quantized_weights import StoredWeight, read_weight
+from palaver.errors import UnsafeWeights
 from tests.engines import tiny
 from tests.engines.generate import run
 from tests.engines.quantized_files import FORMATS, write_quantized
@@ -39,6 +40,10 @@ def test_weights_stand_for_the_numbers_that_were_stored(form: str, tmp_path: Pat
         found = {f"x.{name}": tensor for name, tensor in stored.items()}
         weight = read_weight(quantization, "x", found.__getitem__)
         assert torch.equal(weight.dequantize(torch.float32), expected)
+        if form == "torchao int4":  # zero points that are floats
+            assert weight.pack() is None
+            assert StoredWeight.side_by_side([weight, weight]) is None
+            continue
         both = StoredWeight.side_by_side([weight, weight])
         assert both is not None
         packed = both.pack()
@@ -81,6 +86,9 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "rotated weights": ("int4 groups", {"transform_config": {"config_groups": {"u": {}}}}),
     "two kinds of layers": ("int4 groups", {"config_groups": {"a": {}, "b": {}}}),
     "another method": ("awq", {"quant_method": "hqq"}),
+    "torchao: several kinds of layers": ("torchao int8", {"quant_type": {"a": {}, "b": {}}}),
+    "torchao: another string": ("torchao fp8", {"quant_type": "autoquant"}),
+    "torchao: an older layout": ("torchao fp8", {"quant_type": "int4_weight_only", "quant_type_kwargs": {"layout": 1}}),
 }
 
 
@@ -90,6 +98,52 @@ def test_what_is_not_known_is_left_to_the_library(case: str) -> None:
     read_quantization({"quantization_config": FORMATS[form][1]})
     with pytest.raises(UnsupportedModel):
         read_quantization({"quantization_config": FORMATS[form][1] | changes})
+
+
+@pytest.mark.parametrize(
+    ("form", "change", "reason"),
+    [
+        ("torchao int8", {"_type": "IntxWeightOnlyConfig"}, "IntxWeightOnlyConfig"),
+        ("torchao int8", {"_version": 1}, "version 1"),
+        ("torchao int8", {"_data": {"granularity": {"_type": "PerBlock", "_data": {}}}}, "PerBlock"),
+        ("torchao int4", {"_data": {"int4_packing_format": "tile_packed_to_4d"}}, "tile_packed_to_4d"),
+        ("torchao int4 symmetric", {"_data": {"int4_packing_format": {"_data": "PRESHUFFLED"}}}, "preshuffled"),
+        ("torchao fp8 tensor", {"_data": {"weight_dtype": {"_data": "float8_e5m2"}}}, "an unknown quantisation"),
+    ],
+)
+def test_what_torchao_stores_in_another_way_is_named(form: str, change: dict[str, Any], reason: str) -> None:
+    settings = FORMATS[form][1]
+    changed = settings | {"quant_type": {"default": settings["quant_type"]["default"] | change}}
+    with pytest.raises(UnsupportedModel, match=reason):
+        read_quantization({"quantization_config": changed})
+
+
+def test_zero_points_of_8_bits_must_be_zeros() -> None:
+    store, settings = FORMATS["torchao int8"]
+    stored, _ = store(torch.randn(64, 128))
+    stored["_weight_zero_point"][3] = 1
+    quantization = read_quantization({"quantization_config": settings})
+    assert quantization is not None
+    with pytest.raises(UnsupportedModel, match="zero points"):
+        read_weight(quantization, "x", {f"x.{name}": tensor for name, tensor in stored.items()}.__getitem__)
+
+
+def test_scales_of_activations_are_refused(tmp_path: Path) -> None:
+    """They belong to inputs that were scaled before the weights were quantised."""
+    quantized, _ = write_quantized(tmp_path, "torchao int8")
+    tensors = load_file(quantized / "model.safetensors")
+    tensors["model.layers.0.mlp.up_proj._weight_act_pre_scale"] = torch.ones(256)
+    save_file(tensors, quantized / "model.safetensors")
+    checkpoint = open_checkpoint(quantized)
+    with pytest.raises(UnsupportedModel, match="_weight_act_pre_scale"):
+        read_decoder_config(checkpoint, quantization=read_quantization(checkpoint.config))
+
+
+def test_pickled_weights_of_torchao_are_never_loaded(tmp_path: Path) -> None:
+    quantized, _ = write_quantized(tmp_path, "torchao fp8")
+    (quantized / "model.safetensors").rename(quantized / "pytorch_model.bin")
+    with pytest.raises(UnsafeWeights, match=r"pytorch_model\.bin"):
+        load(quantized, vocabulary=tiny.VOCABULARY, device="cpu")
 
 
 def test_columns_in_another_order_are_refused() -> None:

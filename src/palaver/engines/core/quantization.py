@@ -19,6 +19,25 @@ TYPES = frozenset({"F8_E4M3", "I8", "I32", "I64"})
 """Types of tensors beside floats."""
 TensorShapes = dict[str, tuple[tuple[int, ...], ...]]
 """The shapes that each tensor may have."""
+TORCHAO = {
+    "Int8WeightOnlyConfig": (8, 2),
+    "Int8DynamicActivationInt8WeightConfig": (8, 2),
+    "Float8WeightOnlyConfig": (8, 2),
+    "Float8DynamicActivationFloat8WeightConfig": (8, 2),
+    "Int4WeightOnlyConfig": (4, 2),
+    "Float8DynamicActivationInt4WeightConfig": (4, 1),
+}
+"""The configurations of torchao that are read: the bits of weights, and the version."""
+TORCHAO_NAMES = {
+    "int8_weight_only": "Int8WeightOnlyConfig",
+    "int8_dynamic_activation_int8_weight": "Int8DynamicActivationInt8WeightConfig",
+    "float8_weight_only": "Float8WeightOnlyConfig",
+    "float8_dynamic_activation_float8_weight": "Float8DynamicActivationFloat8WeightConfig",
+    "int4_weight_only": "Int4WeightOnlyConfig",
+}
+"""How older checkpoints name them."""
+TORCHAO_GROUP = 128
+"""Inputs that share a scale if weights have 4 bits and the configuration doesn't say it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +45,7 @@ class Quantization:
     """How the weights of linear layers are stored."""
 
     method: str
-    """As the transformers library names it: fp8, compressed-tensors, gptq or awq."""
+    """As the transformers library names it: fp8, compressed-tensors, gptq, awq or torchao."""
     packed: bool
     """Whether several numbers share an integer of 32 bits."""
     bits: int
@@ -46,17 +65,26 @@ class Quantization:
         shapes = self._shapes(outputs, inputs)
         if self.method == "gptq" and f"{module}.g_idx" in found:
             shapes["g_idx"] = ((inputs,),)
+        if self.method == "torchao" and f"{module}._weight_zero_point" in found:
+            shapes["_weight_zero_point"] = shapes["_weight_scale"]
         return {f"{module}.{name}": allowed for name, allowed in shapes.items()}
 
     @property
     def _mark(self) -> str:
         """The last part of the name of a tensor that only quantised layers have."""
+        if self.method == "torchao":
+            return "_weight_qdata"
         if not self.packed:
             return "weight_scale_inv" if self.method == "fp8" else "weight_scale"
         return "weight_packed" if self.method == "compressed-tensors" else "qweight"
 
     def _shapes(self, outputs: int, inputs: int) -> TensorShapes:
         """By the last part of the name."""
+        if self.method == "torchao" and self.bits == 4:
+            columns, groups = _divide(inputs, 2), _divide(inputs, self.group)
+            return {"_weight_qdata": ((outputs, columns),), "_weight_scale": ((groups, outputs),)}
+        if self.method == "torchao":
+            return {"_weight_qdata": ((outputs, inputs),), "_weight_scale": self._scale_shapes(outputs, inputs)}
         if not self.packed:
             return {self._mark: self._scale_shapes(outputs, inputs), "weight": ((outputs, inputs),)}
         groups = _divide(inputs, self.group) if self.group else 1
@@ -88,7 +116,13 @@ def read_quantization(config: Mapping[str, Any]) -> Quantization | None:
     if settings is None:
         return None
     _require(isinstance(settings, Mapping), "an unknown quantisation")
-    readers = {"fp8": _read_fp8, "compressed-tensors": _read_compressed, "gptq": _read_gptq, "awq": _read_awq}
+    readers = {
+        "fp8": _read_fp8,
+        "compressed-tensors": _read_compressed,
+        "gptq": _read_gptq,
+        "awq": _read_awq,
+        "torchao": _read_torchao,
+    }
     reader = readers.get(str(settings.get("quant_method")))
     if reader is None:
         raise UnsupportedModel("it has quantised weights of another format")
@@ -154,6 +188,65 @@ def _read_gptq(settings: Mapping[str, Any]) -> Quantization:
 def _read_awq(settings: Mapping[str, Any]) -> Quantization:
     _require(str(settings.get("version", "gemm")).lower() == "gemm", "an unknown quantisation")
     return Quantization("awq", True, 4, _integer_groups(settings), symmetric=False)
+
+
+def _read_torchao(settings: Mapping[str, Any]) -> Quantization:
+    """Only the configuration of all layers: what it stores follows from it."""
+    name, data, version = _torchao_config(settings)
+    _require(name in TORCHAO, f"torchao weights of the kind {name}")
+    bits, known_version = TORCHAO[name]
+    _require(version in (None, known_version), f"torchao weights of version {version}")
+    layout = _member(data.get("int4_packing_format", data.get("packing_format", "plain")))
+    _require(layout == "plain" and "layout" not in data, f"torchao weights in the layout {layout}")
+    _require(_member(data.get("weight_dtype", "float8_e4m3fn")) == "float8_e4m3fn", "an unknown quantisation")
+    if bits == 4:
+        size = data.get("group_size", TORCHAO_GROUP)
+    else:
+        _require(data.get("group_size") is None, "an unknown quantisation")
+        size = _torchao_groups(data.get("granularity"))
+    _require(type(size) is int and size >= (1 if bits == 4 else 0), "an unknown quantisation")
+    return Quantization("torchao", packed=False, bits=bits, group=size)
+
+
+def _torchao_config(settings: Mapping[str, Any]) -> tuple[str, Mapping[str, Any], object]:
+    """The name of the configuration, what it holds, and its version; None if it has none."""
+    found = settings.get("quant_type")
+    if isinstance(found, str):
+        return TORCHAO_NAMES.get(found, found), settings.get("quant_type_kwargs") or {}, None
+    only = isinstance(found, Mapping) and found.keys() == {"default"} and isinstance(found["default"], Mapping)
+    _require(only, "layers that are quantised differently")
+    assert isinstance(found, Mapping)
+    default = found["default"]
+    _require(isinstance(default.get("_data"), Mapping), "an unknown quantisation")
+    return str(default.get("_type")), default["_data"], default.get("_version")
+
+
+def _torchao_groups(granularity: Any) -> int:
+    """How many inputs share a scale; 0: all. Of a pair, the second granularity is that of weights."""
+    weights = granularity[-1] if isinstance(granularity, list) and granularity else granularity
+    if weights is None:
+        return 0
+    kind = weights.get("_type") if isinstance(weights, Mapping) else weights
+    _require(kind in ("PerRow", "PerTensor", "PerGroup"), f"torchao weights with scales of the kind {kind}")
+    return weights["_data"]["group_size"] if kind == "PerGroup" else 0
+
+
+def _member(value: Any) -> str:
+    """The name of an enumeration's member, or of a dtype, which torchao writes in two ways."""
+    return str(value.get("_data") if isinstance(value, Mapping) else value).lower()
+
+
+def describe_quantization(settings: Mapping[str, Any]) -> str:
+    """The method, and which of its kinds; for error messages."""
+    method = str(settings.get("quant_method", "unknown"))
+    if method != "torchao":
+        return method
+    try:
+        name, data, _ = _torchao_config(settings)
+    except UnsupportedModel:
+        return method
+    layout = data.get("int4_packing_format")
+    return f"{method}, {name}" if layout is None else f"{method}, {name}, {_member(layout)}"
 
 
 def _integer_groups(settings: Mapping[str, Any]) -> int:

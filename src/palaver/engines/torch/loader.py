@@ -19,7 +19,8 @@ import palaver.engines.core.checkpoint as core_checkpoint
 from palaver.engines.core import decoder_config
 from palaver.engines.core.checkpoint import Checkpoint
 from palaver.engines.core.checkpoint import has_processor as has_processor
-from palaver.engines.torch.devices import is_dequantized, quantization_config, quantization_method
+from palaver.engines.core.quantization import describe_quantization
+from palaver.engines.torch.devices import is_dequantized, quantization_config
 from palaver.errors import BrokenModel, UnsafeCode, UnsafeWeights
 from palaver.sampling import Sampling
 
@@ -100,8 +101,8 @@ def _bitsandbytes_config(four_bits: bool, dtype: torch.dtype) -> BitsAndBytesCon
 
 
 def _describe_quantization(checkpoint: Checkpoint) -> str:
-    method = quantization_method(checkpoint.config)
-    return "" if method is None else f" (its weights are quantised, {method})"
+    settings = quantization_config(checkpoint.config)
+    return "" if settings is None else f" (its weights are quantised, {describe_quantization(settings)})"
 
 
 def _cause(error: Exception) -> str:

@@ -53,6 +53,9 @@ class StoredWeight:
     """float32, [groups of inputs, outputs]."""
     zeros: Tensor | None = None
     """Zero points of `INT4`: bytes, of the shape of the scales; None: 8."""
+    offsets: Tensor | None = None
+    """What is added to the products of numbers and scales: float32, of the shape of the scales. The kernels don't know
+    such weights."""
 
     @property
     def group(self) -> int:
@@ -62,6 +65,8 @@ class StoredWeight:
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """[outputs, inputs]."""
         grouped = self._values().view(len(self.numbers), -1, self.group) * self.scales.t()[..., None]
+        if self.offsets is not None:
+            grouped = grouped + self.offsets.t()[..., None]
         return grouped.view(self.numbers.shape).to(dtype)
 
     def _values(self) -> Tensor:
@@ -73,10 +78,10 @@ class StoredWeight:
         return self.numbers.float() - zeros
 
     def pack(self) -> PackedWeight | None:
-        """None if the sizes don't fit."""
+        """None if the sizes don't fit, or if there are offsets."""
         outputs, inputs = self.numbers.shape
         per_word = self.kind.per_word
-        if outputs % BLOCK_OUTPUTS:
+        if outputs % BLOCK_OUTPUTS or self.offsets is not None:
             return None
         for words in WORDS:
             width = words * per_word
@@ -94,7 +99,7 @@ class StoredWeight:
     def side_by_side(cls, weights: Sequence[StoredWeight]) -> StoredWeight | None:
         """The weights of several layers with the same inputs; None if they can't be one tensor."""
         first = weights[0]
-        same = all(w.kind is first.kind and len(w.scales) == len(first.scales) for w in weights)
+        same = all(w.kind is first.kind and len(w.scales) == len(first.scales) and w.offsets is None for w in weights)
         if not same or len({w.zeros is None for w in weights}) > 1:
             return None
         zeros = None if first.zeros is None else torch.cat([w.zeros for w in weights if w.zeros is not None], 1)
@@ -171,6 +176,8 @@ Read = Callable[[str], Tensor]
 
 def read_weight(quantization: Quantization, module: str, read: Read) -> StoredWeight:
     """The weights of a quantised layer."""
+    if quantization.method == "torchao":
+        return _read_torchao(quantization, module, read)
     if not quantization.packed:
         return _read_8_bits(quantization, module, read)
     if quantization.method == "compressed-tensors":
@@ -179,12 +186,16 @@ def read_weight(quantization: Quantization, module: str, read: Read) -> StoredWe
 
 
 def _read_8_bits(quantization: Quantization, module: str, read: Read) -> StoredWeight:
-    stored = read(f"{module}.weight")
     name = "weight_scale_inv" if quantization.method == "fp8" else "weight_scale"
-    scales = read(f"{module}.{name}").float()
+    return _with_scales(read(f"{module}.weight"), read(f"{module}.{name}"), quantization.block)
+
+
+def _with_scales(stored: Tensor, scales: Tensor, block: tuple[int, int] | None = None) -> StoredWeight:
+    """Weights of 8 bits. `scales`: [outputs or 1, groups], of blocks, or fewer dimensions."""
+    scales = scales.float()
     outputs, inputs = stored.shape
-    if quantization.block is not None:
-        rows, columns = quantization.block
+    if block is not None:
+        rows, columns = block
         if inputs % columns:
             raise UnsupportedModel("it has blocks of weights that are cut")
         scales = scales.repeat_interleave(rows, 0)[:outputs]
@@ -196,6 +207,26 @@ def _read_8_bits(quantization: Quantization, module: str, read: Read) -> StoredW
     if stored.dtype != torch.int8:
         raise UnsupportedModel("it has quantised weights of another type")
     return StoredWeight(Kind.INT8, stored.view(torch.uint8) ^ 128, scales)
+
+
+def _read_torchao(quantization: Quantization, module: str, read: Read) -> StoredWeight:
+    """Zero points are whole numbers with 8 bits, and all 0; with 4 bits they are floats, which are added."""
+    stored, scales = read(f"{module}._weight_qdata"), read(f"{module}._weight_scale")
+    zeros: Tensor | None = None
+    with suppress(KeyError):
+        zeros = read(f"{module}._weight_zero_point")
+    if zeros is not None and not bool(zeros.any()):
+        zeros = None
+    if quantization.bits == 8:
+        if zeros is not None:
+            raise UnsupportedModel("it has zero points of 8 bits")
+        return _with_scales(stored, scales)
+    if stored.dtype not in (torch.int8, torch.uint8):
+        raise UnsupportedModel("it has quantised weights of another type")
+    pairs = stored.view(torch.uint8)
+    numbers = torch.stack((pairs & 15, pairs >> 4), -1).flatten(1) ^ 8  # signed numbers, the first in the low half
+    offsets = None if zeros is None else zeros.float().contiguous()
+    return StoredWeight(Kind.INT4, numbers, scales.float().contiguous(), offsets=offsets)
 
 
 def _read_packed(quantization: Quantization, module: str, read: Read) -> StoredWeight:
