@@ -256,10 +256,10 @@ def store_tensors(tensors: dict[str, Tensor], form: str) -> tuple[dict[str, Tens
     return found, wide
 
 
-def write_quantized(folder: Path, form: str) -> tuple[Path, Path]:
+def write_quantized(folder: Path, form: str, **sizes: Any) -> tuple[Path, Path]:
     """A folder in the format, and one with the floats that its weights stand for."""
-    plain = tiny.make("qwen3", folder / "plain", **WIDE)
-    quantized = tiny.make("qwen3", folder / "quantized", **WIDE)
+    plain = tiny.make("qwen3", folder / "plain", **WIDE | sizes)
+    quantized = tiny.make("qwen3", folder / "quantized", **WIDE | sizes)
     tensors, wide = store_tensors(load_file(plain / "model.safetensors"), form)
     for place, found in (plain, wide), (quantized, tensors):
         save_file({name: tensor.contiguous() for name, tensor in found.items()}, place / "model.safetensors")

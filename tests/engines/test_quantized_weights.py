@@ -15,7 +15,6 @@ from palaver.engines.core.decoder_config import read_decoder_config
 from palaver.engines.core.options import EngineOptions
 from palaver.engines.core.quantization import read_quantization
 from palaver.engines.core.runner import UnsupportedModel
-from palaver.engines.torch.devices import weights_bytes
 from palaver.engines.torch.engine import load, load_plain_model, read_plain_decoder
 from palaver.engines.torch.quantized_weights import StoredWeight, read_weight
 from palaver.errors import UnsafeWeights
@@ -177,11 +176,3 @@ def test_tensors_of_other_shapes_are_refused(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(quantized)
     with pytest.raises(UnsupportedModel, match="weight_scale"):
         read_decoder_config(checkpoint, quantization=read_quantization(checkpoint.config))
-
-
-@pytest.mark.parametrize("form", ["int4 groups", "fp8 channels", "awq"])
-def test_weights_that_become_floats_are_counted_as_floats(form: str, tmp_path: Path) -> None:
-    quantized, plain = write_quantized(tmp_path, form)
-    quantization = read_quantization(open_checkpoint(quantized).config)
-    floats = weights_bytes(open_checkpoint(plain), torch.float32)
-    assert floats <= weights_bytes(open_checkpoint(quantized), torch.float32, CPU, quantization) < 1.1 * floats

@@ -7,7 +7,7 @@ all."""
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -181,6 +181,15 @@ class DecoderConfig:
             for name in ("q_norm", "k_norm") if self.qk_norm else ():
                 shapes[f"{layer_prefix(layer)}self_attn.{name}.weight"] = (self.head_dim,)
         return shapes
+
+    def joined_layers(self) -> Iterator[tuple[str, ...]]:
+        """The linear layers, those together that are computed side by side."""
+        for layer in range(self.num_layers):
+            attention, mlp = f"{layer_prefix(layer)}self_attn.", f"{layer_prefix(layer)}mlp."
+            yield tuple(f"{attention}{name}" for name in QKV)
+            yield (f"{attention}o_proj",)
+            yield f"{mlp}gate_proj", f"{mlp}up_proj"
+            yield (f"{mlp}down_proj",)
 
 
 def layer_prefix(layer: int) -> str:

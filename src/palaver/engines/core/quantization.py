@@ -58,9 +58,23 @@ class Quantization:
     zero_offset: int = 0
     """What is added to stored zero points."""
 
+    @property
+    def has_offsets(self) -> bool:
+        """Whether zero points are floats, which are added to numbers times scales."""
+        return self.method == "torchao" and not self.symmetric
+
+    def is_quantized(self, module: str, found: Collection[str]) -> bool:
+        """Whether a linear layer is, if these tensors are stored."""
+        return f"{module}.{self._mark}" in found
+
+    def groups(self, inputs: int) -> int:
+        """How many scales each output has."""
+        columns = self.group if self.block is None else self.block[1]
+        return -(-inputs // columns) if columns else 1
+
     def tensor_shapes(self, module: str, outputs: int, inputs: int, found: Collection[str]) -> TensorShapes | None:
         """The tensors of a linear layer, with the shapes that each may have; None if the layer is not quantised."""
-        if f"{module}.{self._mark}" not in found:
+        if not self.is_quantized(module, found):
             return None
         shapes = self._shapes(outputs, inputs)
         if self.method == "gptq" and f"{module}.g_idx" in found:
@@ -205,7 +219,7 @@ def _read_torchao(settings: Mapping[str, Any]) -> Quantization:
         _require(data.get("group_size") is None, "an unknown quantisation")
         size = _torchao_groups(data.get("granularity"))
     _require(type(size) is int and size >= (1 if bits == 4 else 0), "an unknown quantisation")
-    return Quantization("torchao", packed=False, bits=bits, group=size)
+    return Quantization("torchao", False, bits, size, symmetric=name != "Int4WeightOnlyConfig")
 
 
 def _torchao_config(settings: Mapping[str, Any]) -> tuple[str, Mapping[str, Any], object]:

@@ -13,8 +13,9 @@ from torch import Tensor
 from palaver.engines.core.checkpoint import Checkpoint
 from palaver.engines.core.kv_cache import KVLayout
 from palaver.engines.core.options import Fit, default_cache_bytes
-from palaver.engines.core.quantization import BITS_PER_WORD, Quantization
+from palaver.engines.core.quantization import Quantization
 from palaver.engines.core.runner import ThreadCounts
+from palaver.engines.torch.weight_memory import WeightMemory
 from palaver.errors import BadParameter
 from palaver.memory import available_bytes
 
@@ -87,7 +88,7 @@ def fit(
     compiled: bool = False,
     quantization: Quantization | None = None,
 ) -> Fit:
-    """`quantization`: of a plain decoder, whose weights become floats on the CPU."""
+    """`quantization`: of a plain decoder."""
     weights = weights_bytes(checkpoint, dtype, device, quantization)
     if compiled and device.type == "cpu":
         stored = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
@@ -113,10 +114,8 @@ def weights_bytes(
     quantization: Quantization | None = None,
 ) -> int:
     """The memory of the loaded weights: floats are converted to the dtype, unless the checkpoint stays quantised."""
-    if quantization is not None and device.type == "cpu":
-        numbers = {"I32": BITS_PER_WORD // quantization.bits, "I64": 0}
-        elements = sum(tensor.elements * numbers.get(tensor.dtype, 1) for tensor in checkpoint.tensors.values())
-        return elements * dtype.itemsize
+    if quantization is not None:
+        return WeightMemory.of(checkpoint, quantization, dtype).held(device, dtype, free_bytes(device))
     method = quantization_method(checkpoint.config)
     dequantized = is_dequantized(checkpoint.config, device)
     total = 0

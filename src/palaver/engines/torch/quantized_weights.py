@@ -42,6 +42,17 @@ class Kind(StrEnum):
         return BITS_PER_WORD // self.bits
 
 
+def block_words(per_word: int, outputs: int, inputs: int, group: int) -> int | None:
+    """The words of an output in a block of packed weights; None if the sizes don't fit. `group`: how many inputs share
+    a scale."""
+    for words in WORDS if outputs % BLOCK_OUTPUTS == 0 else ():
+        width = words * per_word
+        fits = group in (inputs, width) or width % group == 0 or group % width == 0
+        if inputs % width == 0 and group % words == 0 and fits:
+            return words
+    return None
+
+
 @dataclass(frozen=True, slots=True)
 class StoredWeight:
     """The weights of a linear layer: numbers times scales."""
@@ -81,19 +92,14 @@ class StoredWeight:
         """None if the sizes don't fit, or if there are offsets."""
         outputs, inputs = self.numbers.shape
         per_word = self.kind.per_word
-        if outputs % BLOCK_OUTPUTS or self.offsets is not None:
+        words = block_words(per_word, outputs, inputs, self.group)
+        if words is None or self.offsets is not None:
             return None
-        for words in WORDS:
-            width = words * per_word
-            fits = self.group in (inputs, width) or width % self.group == 0 or self.group % width == 0
-            if inputs % width or self.group % words or not fits:
-                continue
-            blocks = self.numbers.view(outputs // BLOCK_OUTPUTS, BLOCK_OUTPUTS, inputs // width, per_word, words)
-            packed = torch.zeros_like(blocks[..., 0, :], dtype=torch.int32)
-            for place in range(per_word):
-                packed |= blocks[..., place, :].int() << place * self.kind.bits
-            return PackedWeight(self.kind, packed.transpose(1, 2).contiguous(), self.scales, self.zeros)
-        return None
+        blocks = self.numbers.view(outputs // BLOCK_OUTPUTS, BLOCK_OUTPUTS, -1, per_word, words)
+        packed = torch.zeros_like(blocks[..., 0, :], dtype=torch.int32)
+        for place in range(per_word):
+            packed |= blocks[..., place, :].int() << place * self.kind.bits
+        return PackedWeight(self.kind, packed.transpose(1, 2).contiguous(), self.scales, self.zeros)
 
     @classmethod
     def side_by_side(cls, weights: Sequence[StoredWeight]) -> StoredWeight | None:

@@ -15,6 +15,7 @@ from palaver.engines.torch import mxfp4, step_kernels
 from palaver.engines.torch.plain_decoder import DecoderLayer, Linear, LinearLayer, PlainDecoder
 from palaver.engines.torch.quantized_weights import BLOCK_OUTPUTS, Kind, PackedWeight, QuantizedLinear
 from palaver.engines.torch.tile_shapes import (
+    HEAD_SIZES,
     MIXED_TILES,
     PACKED_ROWS,
     ROWS,
@@ -277,7 +278,7 @@ class HeadShape:
     norm: bool
 
     def __post_init__(self) -> None:
-        if self.size not in (32, 64, 128, 256):
+        if self.size not in HEAD_SIZES:
             raise UnsupportedModel(f"heads of size {self.size}")
 
     @property

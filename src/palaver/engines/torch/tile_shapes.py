@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 ROWS = 32
 """Rows of a tile in a decode step."""
+HEAD_SIZES = (32, 64, 128, 256)
+"""Those of attention that the kernels compute."""
 
 
 class TileShape(NamedTuple):
