@@ -231,18 +231,18 @@ def test_a_model_with_one_quantised_layer_is_computed_by_tiles(name: str) -> Non
 def test_the_logits_of_unpacked_weights(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt whose second chunk is long, and one whose long chunk is in one pass with a reply."""
     monkeypatch.setattr(step_weights, "PACKED_ROWS", 20)
-    case = Case(True, form=form)
+    case = Case(True, torch.bfloat16 if DEVICE.type == "cuda" else torch.float32, form=form)
     reply, expected = case.torch_logits(LENGTH)
-    error = 1e-4 * float(expected.abs().max())
+    error = (0.05 if DEVICE.type == "cuda" else 1e-4) * float(expected.abs().max())
     slot, mixed = (case.slots.allocate(LENGTH + 1) for _ in range(2))
     case.step.prefill([sequence_chunk(slot, 0, IDS[:13])])
     assert not case.step._unpacked.any()
     case.step.prefill([sequence_chunk(slot, 13, IDS[13 : LENGTH - 1])])
     assert case.step._unpacked.any()
-    assert torch.allclose(case.decode((slot, LENGTH))[0], expected, atol=error)
+    assert torch.allclose(case.decode((slot, LENGTH))[0], expected.float(), atol=error)
     rows = [StepRow(sequence_chunk(one, LENGTH - 1, IDS[LENGTH - 1 :]), GREEDY, 5, 3) for one in (reply, mixed)]
     logits = case.step.run(rows, prompts=[sequence_chunk(mixed, 0, IDS[: LENGTH - 1])])[0]
-    assert torch.allclose(logits, expected, atol=error)
+    assert torch.allclose(logits, expected.float(), atol=error)
 
 
 @torch.inference_mode()
@@ -278,6 +278,7 @@ def test_products_of_unpacked_weights_have_the_bits_of_packed_ones(
     case = Case(True, dtype, form=form)
     case.step._unpacked = torch.zeros(outputs * inputs, dtype=dtype, device=DEVICE)
     case.step._partials = torch.zeros(4 * outputs * 256, device=DEVICE)
+    case.step._counters = torch.zeros(outputs, dtype=torch.int32, device=DEVICE)
     x = torch.randint(-2, 3, (rows, inputs), device=DEVICE).to(dtype)
     if DEVICE.type == "cuda":
         x = torch.randn(rows, inputs, device=DEVICE, dtype=dtype)
