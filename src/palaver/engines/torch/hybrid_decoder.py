@@ -7,7 +7,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,11 +18,9 @@ from palaver.engines.core.runner import UnsupportedModel
 from palaver.engines.torch.batch import ForwardBatch
 from palaver.engines.torch.cuda_graphs import Capture
 from palaver.engines.torch.devices import TensorLayout, TensorMemory
+from palaver.engines.torch.hybrid_graphs import NoAttention, RowAttention, RowPasses
 from palaver.engines.torch.library_decoder import LibraryDecoder, SlotCache
 from palaver.engines.torch.media import MediaEncoder
-
-if TYPE_CHECKING:  # it needs Triton
-    from palaver.engines.torch.hybrid_graphs import RowAttention, RowPasses
 
 NO_ATTENTION = (((1, 1), (1, 1)),)
 """The keys and values of a model without attention: slots need some."""
@@ -295,10 +293,11 @@ class HybridDecoder(LibraryDecoder):
 
     def use_graphs(self, capture: Capture, attention: RowAttention | None = None) -> None:
         """From now on decode passes are captured. Raises where attention has no kernels, as without Triton."""
-        from palaver.engines.torch.hybrid_graphs import NoAttention, RowPasses, SlotAttention
+        if attention is None and self._kv_layers:
+            from palaver.engines.torch.slot_attention import SlotAttention  # it needs Triton
 
-        if attention is None:
-            attention = SlotAttention(self.layout.kv) if self._kv_layers else NoAttention()
+            attention = SlotAttention(self.layout.kv)
+        attention = attention or NoAttention()
         self._passes = RowPasses(self._compute_rows, attention, capture)
 
     def drop_graphs(self) -> None:
