@@ -1,6 +1,6 @@
 """Captured graphs: a replay gives what the pass would compute, however sequences come, go and grow.
 
-A tracer stands in for CUDA: it too repeats what a pass did to memory, without running its Python.
+A recorder stands in for CUDA: it too repeats what a pass did to memory, without running its Python.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from palaver.engines.core.kv_cache import SlotAllocator
 from palaver.engines.core.runner import UnsupportedModel
@@ -34,8 +35,35 @@ GREEDY = Sampling(temperature=0, max_tokens=LENGTH, banned_ids=(tiny.END,))
 TEXTS = (b"Hi", b"A text that is a good deal longer than the others, by far", b"x", b"abc" * 9, b"some more")
 
 
-class TracingCapture:
-    """Captures by tracing; counts captures and replays."""
+class Recorder(TorchDispatchMode):
+    """Records the operations of a pass, to run them again on the same memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._operations: list[tuple[Any, list[Any], TreeSpec, list[Any]]] = []
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Refuses to read a value, which a captured graph cannot do either."""
+        assert operation is not torch.ops.aten._local_scalar_dense.default, "a captured pass reads no values"
+        inputs, structure = tree_flatten((args, kwargs or {}))
+        output = operation(*args, **(kwargs or {}))
+        self._operations.append((operation, inputs, structure, tree_flatten(output)[0]))
+        return output
+
+    def replay(self, output: Tensor) -> Tensor:
+        """Computes what was recorded as `output` anew."""
+        computed: dict[int, Any] = {}
+        for operation, inputs, structure, outputs in self._operations:
+            args, kwargs = tree_unflatten([computed.get(id(value), value) for value in inputs], structure)
+            again = tree_flatten(operation(*args, **kwargs))[0]
+            pairs = zip(outputs, again, strict=True)
+            computed.update((id(first), value) for first, value in pairs if isinstance(first, Tensor))
+        found: Tensor = computed[id(output)]
+        return found
+
+
+class RecordingCapture:
+    """Captures by recording; counts captures and replays."""
 
     def __init__(self) -> None:
         self.captures = 0
@@ -46,11 +74,12 @@ class TracingCapture:
         if self.captures == self.max_captures:
             raise RuntimeError("out of memory")
         self.captures += 1
-        operations: Callable[[], Tensor] = make_fx(lambda: run())()
+        with Recorder() as recorder:
+            output = run()
 
         def replay() -> Tensor:
             self.replays += 1
-            return operations()
+            return recorder.replay(output)
 
         return replay
 
@@ -61,12 +90,12 @@ def family(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def capture() -> TracingCapture:
-    return TracingCapture()
+def capture() -> RecordingCapture:
+    return RecordingCapture()
 
 
 @pytest.fixture
-def engine(family: str, capture: TracingCapture) -> Iterator[TorchEngine]:
+def engine(family: str, capture: RecordingCapture) -> Iterator[TorchEngine]:
     options = EngineOptions(cache_bytes=1 << 22, limits=SchedulerLimits(max_running=4, chunk_tokens=16))
     engine = model_engine(family, tiny.build(family), tiny.VOCABULARY, options)
     runner: Any = engine._runner
@@ -79,7 +108,7 @@ def engine(family: str, capture: TracingCapture) -> Iterator[TorchEngine]:
     asyncio.run(engine.close())
 
 
-async def test_says_what_the_model_says(engine: TorchEngine, family: str, capture: TracingCapture) -> None:
+async def test_says_what_the_model_says(engine: TorchEngine, family: str, capture: RecordingCapture) -> None:
     model = tiny.build(family)
     alone = [await run(engine, Prompt(tuple(text)), GREEDY) for text in TEXTS]
     assert 0 < capture.captures < len(TEXTS), "the same slots share a graph"
@@ -93,7 +122,7 @@ async def test_says_what_the_model_says(engine: TorchEngine, family: str, captur
 
 
 async def test_a_pass_that_cannot_be_captured_is_computed(
-    engine: TorchEngine, family: str, capture: TracingCapture
+    engine: TorchEngine, family: str, capture: RecordingCapture
 ) -> None:
     capture.max_captures = 1
     model = tiny.build(family)
@@ -103,7 +132,7 @@ async def test_a_pass_that_cannot_be_captured_is_computed(
     assert capture.captures == 1
 
 
-async def test_a_graph_is_dropped_with_its_slots(engine: TorchEngine, family: str, capture: TracingCapture) -> None:
+async def test_a_graph_is_dropped_with_its_slots(engine: TorchEngine, family: str, capture: RecordingCapture) -> None:
     prompt = Prompt(tuple(b"Hi"), conversation="one")
     expected = reference(tiny.build(family), prompt, GREEDY)
     for times in (1, 2, 3):
@@ -123,7 +152,7 @@ async def test_stopped_and_continued(engine: TorchEngine, family: str) -> None:
 
 
 async def test_a_longer_sequence_is_captured_again(
-    engine: TorchEngine, family: str, capture: TracingCapture, monkeypatch: pytest.MonkeyPatch
+    engine: TorchEngine, family: str, capture: RecordingCapture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cuda_graphs, "LENGTH_MULTIPLE", 64)
     prompt = Prompt(tuple(range(54)))
@@ -132,7 +161,7 @@ async def test_a_longer_sequence_is_captured_again(
     assert capture.captures == 2
 
 
-async def test_prefills_in_between_keep_the_graph(engine: TorchEngine, capture: TracingCapture) -> None:
+async def test_prefills_in_between_keep_the_graph(engine: TorchEngine, capture: RecordingCapture) -> None:
     """While a long prompt is computed in chunks, the other reply is still replayed."""
     sampling = Sampling(temperature=0, max_tokens=40, banned_ids=(tiny.END,))
     async with engine.generate(Prompt(tuple(b"Hi")), sampling) as outputs:
@@ -146,7 +175,7 @@ async def test_prefills_in_between_keep_the_graph(engine: TorchEngine, capture: 
 
 
 @torch.inference_mode()
-def test_a_probe_finds_out_whether_it_works(family: str, capture: TracingCapture) -> None:
+def test_a_probe_finds_out_whether_it_works(family: str, capture: RecordingCapture) -> None:
     model = tiny.build(family)
     probe = ModelProbe(model, 256)
     layout = probe.layout()
@@ -158,7 +187,7 @@ def test_a_probe_finds_out_whether_it_works(family: str, capture: TracingCapture
 
 
 @torch.inference_mode()
-def test_bits_are_the_same_replayed_or_computed(family: str, capture: TracingCapture) -> None:
+def test_bits_are_the_same_replayed_or_computed(family: str, capture: RecordingCapture) -> None:
     model = tiny.build(family)
     layout = kv_layout(model, torch.tensor([1, 2, 3]))
     decoder = decoder_of(model)
