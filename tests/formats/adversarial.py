@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Sequence
 
 from palaver.formats.format import TemplateFormat
 from palaver.messages import Message, Role, Text, Thinking, Tool, ToolCall, ToolResult
 
+COUNT = int(os.environ.get("CONTENTS", "80"))
+"""Contents that are tried in each format. CONTENTS=1000 takes minutes."""
 _GLUE = (
     "",
     " ",

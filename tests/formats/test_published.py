@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from datetime import datetime
 from functools import cache
 from pathlib import Path
@@ -22,7 +21,7 @@ from palaver.formats.markers import looks_special
 from palaver.formats.template import Template
 from palaver.formats.tokenizer import FastTokenizer
 from palaver.messages import Message, Tool, ToolCall, assistant, system, tool, user
-from tests.formats.adversarial import contents, control_ids
+from tests.formats.adversarial import COUNT, contents, control_ids
 from tests.formats.test_unseen import facts_without_evidence
 from tests.tiny import MERGES, byte_level
 
@@ -102,16 +101,17 @@ def test_harmless_contents_give_the_ids_of_apply_chat_template(path: Path) -> No
         assert ours == (None if isinstance(theirs, str) else theirs), (name, theirs)
 
 
-def attack(path: Path, count: int) -> None:
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
+def test_no_content_changes_the_control_tokens(path: Path) -> None:
     format = make_format(path)
-    hostile = contents(sorted(format.tokenizer.control), count)
+    hostile = contents(sorted(format.tokenizer.control), COUNT)
     for calls in (False, True):
         shape = next((s for s in (True, False) if accepts(format, calls, s)), None)
         if shape is None:
             continue
         harmless = control_ids(format, ["harmless"] * 9, calls, shape)
-        for number in range(count):
-            texts = [hostile[(number + 37 * place) % count] for place in range(9)]
+        for number in range(COUNT):
+            texts = [hostile[(number + 37 * place) % COUNT] for place in range(9)]
             assert control_ids(format, texts, calls, shape) == harmless, texts
 
 
@@ -121,21 +121,6 @@ def accepts(format: TemplateFormat, calls: bool, system: bool) -> bool:
     except TemplateError:
         return False
     return True
-
-
-@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
-def test_no_content_changes_the_control_tokens(path: Path) -> None:
-    attack(path, 25)
-
-
-MANY = int(os.environ.get("CONTENTS", "200"))
-"""A thousand were tried of each, which takes three minutes: CONTENTS=1000."""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
-def test_no_content_of_many_changes_the_control_tokens(path: Path) -> None:
-    attack(path, MANY)
 
 
 SWITCHES = {
