@@ -20,8 +20,6 @@ from tests.repl.terminal import Terminal
 
 SOURCE = Path(__file__).parents[2] / "src"
 SLOW_STEPS = Path(__file__).parent / "slow_steps"
-"""A reply must last long enough to be stopped by a key."""
-ENVIRONMENT = {"PYTHONPATH": f"{SLOW_STEPS}{os.pathsep}{SOURCE}"}
 
 
 @dataclass(frozen=True)
@@ -32,6 +30,26 @@ class Door:
     folder: Path
     arguments: tuple[str, ...]
 
+    @property
+    def environment(self) -> dict[str, str]:
+        return {
+            "PYTHONPATH": f"{SLOW_STEPS}{os.pathsep}{SOURCE}",
+            "ENGINE_CRAWLS_WHILE": str(self._crawls),
+        }
+
+    @property
+    def _crawls(self) -> Path:
+        return self.folder / "crawls"
+
+    @contextmanager
+    def crawling(self) -> Iterator[None]:
+        """Makes tokens so slow that a reply which runs is still running when a key or a signal comes."""
+        self._crawls.touch()
+        try:
+            yield
+        finally:
+            self._crawls.unlink()
+
     def open(
         self,
         *arguments: str,
@@ -41,16 +59,7 @@ class Door:
         echo: bool = False,
     ) -> Terminal:
         command = [sys.executable, "-m", "palaver", "chat", *self.arguments, *arguments]
-        return Terminal(command, columns, rows, {**ENVIRONMENT, **(environment or {})}, echo)
-
-
-HOLD = """
-import os, sys, time
-if "palaver.engines.host" in sys.orig_argv:
-    parent = os.getppid()
-    while not os.path.exists({path!r}) and os.getppid() == parent:
-        time.sleep(0.01)
-"""
+        return Terminal(command, columns, rows, {**self.environment, **(environment or {})}, echo)
 
 
 class HeldEngine:
@@ -58,8 +67,7 @@ class HeldEngine:
 
     def __init__(self, folder: Path) -> None:
         self._released = folder / "released"
-        (folder / "sitecustomize.py").write_text(HOLD.format(path=str(self._released)))
-        self.environment = {"PYTHONPATH": f"{folder}{os.pathsep}{SOURCE}"}
+        self.environment = {"ENGINE_HELD_UNTIL": str(self._released)}
 
     def release(self) -> None:
         self._released.touch()
@@ -89,13 +97,14 @@ def run_server(folder: Path) -> Iterator[tuple[Door, subprocess.Popen[bytes]]]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    door = Door("server", folder, ("--server", url, "--data", str(folder)))
     command = [sys.executable, "-m", "palaver", "serve", "--port", str(port), "--data", str(folder)]
     with (folder / "server.log").open("wb") as log:
-        process = subprocess.Popen(command, env={**os.environ, **ENVIRONMENT}, stdout=log, stderr=log)
+        process = subprocess.Popen(command, env={**os.environ, **door.environment}, stdout=log, stderr=log)
     try:
-        url = f"http://127.0.0.1:{port}"
         _wait_until_ready(url, process, folder / "server.log")
-        yield Door("server", folder, ("--server", url, "--data", str(folder))), process
+        yield door, process
     finally:
         process.terminate()
         process.wait(30)

@@ -94,6 +94,12 @@ class Terminal:
         whole = self.transcript()
         return whole[whole.rindex(f"{MARK} {text[:20]}") :]
 
+    def stop(self) -> None:
+        """Stops the reply that runs. Fails as soon as there is a prompt if the reply was over."""
+        self.type(CTRL_C)
+        shown = self.prompt()
+        assert re.search(r"Stopped\. /continue picks up where it left off\.\n+›\Z", shown), shown
+
     def paste(self, text: str) -> None:
         self.type(f"\x1b[200~{text}\x1b[201~")
 

@@ -9,6 +9,7 @@ import pytest
 
 from palaver.chat.interface import Column
 from palaver.repl.commands.compare import CompareMode
+from tests.repl.conftest import Door
 from tests.repl.scripted_session import ScriptedSession, open_session
 from tests.repl.terminal import CTRL_C, ENTER, Terminal
 from tests.repl.test_terminal import fresh
@@ -17,13 +18,14 @@ from tests.repl.test_tools import AnsweringLines
 QUESTION = "Which is better\\?"
 
 
-def test_replies_stand_side_by_side_and_one_is_chosen(terminal: Terminal) -> None:
+def test_replies_stand_side_by_side_and_one_is_chosen(terminal: Terminal, door: Door) -> None:
     fresh(terminal)
     terminal.do("/compare temperature=0,max_tokens=400 thinking=off,seed=3")
-    terminal.enter("Count from 1 to 90.")
-    terminal.wait(r"1 sprout · max_tokens 400 · temp\w+… │ 2 sprout · seed 3 · thinking off *\n─+ │ ─+")
-    terminal.type(CTRL_C)  # stops both
-    terminal.wait(rf"Stopped\.(?s:.*)Stopped\.(?s:.*){QUESTION}.*c continue")
+    with door.crawling():
+        terminal.enter("Count from 1 to 90.")
+        terminal.wait(r"1 sprout · max_tokens 400 · temp\w+… │ 2 sprout · seed 3 · thinking off *\n─+ │ ─+")
+        terminal.type(CTRL_C)  # stops both
+        terminal.wait(rf"Stopped\.(?s:.*)Stopped\.(?s:.*){QUESTION}.*c continue")
     terminal.type("c" + ENTER)
     terminal.wait(rf"90(?s:.*)\n{QUESTION} 1 to 2, n none, t tokens \(Enter: later\):$")
     terminal.type("t" + ENTER)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -53,11 +54,14 @@ def fresh(tmp_path: Path) -> Iterator[tuple[Door, subprocess.Popen[bytes]]]:
 def test_a_running_reply_is_joined_at_the_server(server: Door) -> None:
     with server.open("--set", "seed=1") as first:
         ready(first)
-        start_counting(first)
-        with server.open("--resume") as second:
-            second.wait(rf"(?s)1 You\n{COUNT}.*1, 2, 3")
-            second.until(r"59,\s60")
-            ready(second)
+        with ExitStack() as crawling:
+            crawling.enter_context(server.crawling())
+            start_counting(first)
+            with server.open("--resume") as second:
+                second.wait(rf"(?s)1 You\n{COUNT}.*1, 2, 3")
+                crawling.close()
+                second.until(r"59,\s60")
+                ready(second)
         first.until(COUNTED)
 
 
@@ -68,11 +72,13 @@ def test_a_running_reply_is_joined_through_the_other_door(server: Door, begins_h
     with begins.open("--set", "seed=1") as first, joins.open() as second:
         ready(first)
         ready(second)
-        start_counting(first)
-        second.enter(f"/open {COUNT}")
-        second.until(r"Open which number\?|1, 2, 3")
-        if "Open which number?" in second.transcript():
-            second.type("1\r")
+        with server.crawling():
+            start_counting(first)
+            second.enter(f"/open {COUNT}")
+            second.until(r"Open which number\?|1, 2, 3")
+            if "Open which number?" in second.transcript():
+                second.type("1\r")
+            second.until("1, 2, 3")
         second.until(r"59,\s60")
         second.prompt()
         assert "60" in second.do("/history")
@@ -102,9 +108,10 @@ def test_begun_at_a_server_that_is_gone_gone_on_with_here(
         terminal.do("/new")
         assert "60" in terminal.do(COUNT)
         terminal.do("/new")
-        start_counting(terminal)
-        process.send_signal(ending)
-        process.wait(60)
+        with door.crawling():
+            start_counting(terminal)
+            process.send_signal(ending)
+            process.wait(60)
     with local_door(door.folder).open("--resume") as terminal:
         ready(terminal)
         if "Interrupted. /continue picks up" in terminal.transcript():
@@ -119,12 +126,14 @@ def test_begun_at_a_server_that_is_gone_gone_on_with_here(
 
 
 def test_begun_here_and_killed_it_goes_on_by_itself_at_a_server(tmp_path: Path) -> None:
-    with local_door(tmp_path).open("--set", "seed=1") as terminal:
+    here = local_door(tmp_path)
+    with here.open("--set", "seed=1") as terminal:
         ready(terminal)
         assert "60" in terminal.do(COUNT)
         terminal.do("/new")
-        start_counting(terminal)
-        terminal.kill()
+        with here.crawling():
+            start_counting(terminal)
+            terminal.kill()
     with run_server(tmp_path) as (door, _), door.open("--resume") as terminal:
         terminal.until(r"59,\s60")
         ready(terminal)

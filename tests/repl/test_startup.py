@@ -16,7 +16,7 @@ from palaver.repl.commands.branches import edit_text
 from palaver.repl.input import StreamLineSource
 from palaver.store import ReplyStatus, StoredMessage, open_store
 from tests.models import make_model
-from tests.repl.conftest import ENVIRONMENT, Door, HeldEngine, local_door
+from tests.repl.conftest import SOURCE, Door, HeldEngine, local_door
 from tests.repl.terminal import CTRL_C, CTRL_D, CTRL_L, Terminal
 
 QUESTION = "What is 246810 + 135791?"
@@ -55,11 +55,10 @@ def test_stopped_in_a_thought_left_and_gone_on_with(door: Door, tmp_path: Path) 
         assert re.search(rf"\A{FIRST_SCREEN}(› Hello\nCancelled.\n)?{READY}›\Z", terminal.transcript())
         assert ANSWER in terminal.do(QUESTION)
         terminal.do("/new")
-        terminal.enter(QUESTION)
-        terminal.wait(r"^│ \d")
-        terminal.type(CTRL_C)
-        terminal.until("Stopped. /continue picks up")
-        terminal.prompt()
+        with door.crawling():
+            terminal.enter(QUESTION)
+            terminal.wait(r"^│ \d")
+            terminal.stop()
         terminal.type(CTRL_D)
         assert terminal.wait_for_exit() == 0
     with door.open("--resume") as terminal:
@@ -121,9 +120,10 @@ def test_control_l_while_the_model_loads(tmp_path: Path) -> None:
 def test_killed_in_the_midst_of_a_reply(door: Door) -> None:
     with door.open("--set", "seed=5") as terminal:
         ready(terminal)
-        terminal.enter(QUESTION)
-        terminal.wait(r"^│ \d")
-        terminal.kill()
+        with door.crawling():
+            terminal.enter(QUESTION)
+            terminal.wait(r"^│ \d")
+            terminal.kill()
     with door.open("--resume", "--expand") as terminal:
         ready(terminal)
         if door.name == "local":
@@ -176,7 +176,7 @@ def test_plain_text(server: Door) -> None:
 def test_a_pipe(server: Door) -> None:
     """One line per turn, only answers on stdout, exit status 1 if a line failed."""
     command = [sys.executable, "-m", "palaver", "chat", *server.arguments, "--set", "seed=1"]
-    environment = {**ENVIRONMENT, "PATH": "/usr/bin:/bin", "HOME": str(server.folder)}
+    environment = {**server.environment, "PATH": "/usr/bin:/bin", "HOME": str(server.folder)}
     succeeded = subprocess.run(
         command, input="What is 1234 + 5678?\n\n/think off\n//hi\n", capture_output=True, text=True, env=environment
     )
@@ -253,6 +253,8 @@ async def test_the_editor(tmp_path: Path) -> None:
 )
 def test_flags_that_contradict_each_other(flags: list[str], named: list[str]) -> None:
     command = [sys.executable, "-m", "palaver", "chat", *flags]
-    done = subprocess.run(command, capture_output=True, text=True, env={**ENVIRONMENT, "PATH": "/usr/bin:/bin"})
+    done = subprocess.run(
+        command, capture_output=True, text=True, env={"PYTHONPATH": str(SOURCE), "PATH": "/usr/bin:/bin"}
+    )
     assert done.returncode == 2
     assert all(name in done.stderr for name in named)

@@ -268,7 +268,7 @@ def test_completion(terminal: Terminal, short_path: Path) -> None:
     terminal.prompt()
 
 
-def test_control_c_at_each_stage(terminal: Terminal) -> None:
+def test_control_c_at_each_stage(terminal: Terminal, door: Door) -> None:
     fresh(terminal)
     terminal.type("never sent")
     terminal.wait("› never sent")
@@ -276,32 +276,29 @@ def test_control_c_at_each_stage(terminal: Terminal) -> None:
     terminal.prompt()
     assert "Nothing here yet" in terminal.do("/history")
 
-    terminal.enter("What is 123456 + 654321?")  # in a thought
-    terminal.wait(r"^│ \d")
-    terminal.type(CTRL_C)
-    terminal.until("Stopped. /continue picks up")
-    terminal.prompt()
+    with door.crawling():
+        terminal.enter("What is 123456 + 654321?")  # in a thought
+        terminal.wait(r"^│ \d")
+        terminal.stop()
     assert "777777" not in terminal.shown()
     assert re.search("777777", terminal.do("/continue"))
 
-    terminal.enter("Count from 1 to 40.")  # in an answer
-    terminal.wait(r"1, 2, 3, 4, 5")
-    terminal.type(CTRL_C)
-    terminal.until("Stopped. /continue picks up")
-    terminal.prompt()
+    with door.crawling():
+        terminal.enter("Count from 1 to 40.")  # in an answer
+        terminal.wait(r"1, 2, 3, 4, 5")
+        terminal.stop()
     last = terminal.do("/continue")
     assert re.search(r"(?s)37, 38,\s39,\s40", last)
     assert "Stopped" not in last.split("/continue\n")[1]
 
 
-def test_save_leaves_no_turn_out_behind_a_stopped_reply(terminal: Terminal, tmp_path: Path) -> None:
+def test_save_leaves_no_turn_out_behind_a_stopped_reply(terminal: Terminal, door: Door, tmp_path: Path) -> None:
     fresh(terminal)
     saved = tmp_path / "stopped.jsonl"
-    terminal.enter("Count from 1 to 200.")
-    terminal.wait(lambda shown: "1, 2, 3" in shown.rpartition("› Count from")[2])
-    terminal.type(CTRL_C)
-    terminal.wait(lambda shown: "Stopped. /continue picks up" in shown.rpartition("1, 2, 3")[2])
-    terminal.prompt()
+    with door.crawling():
+        terminal.enter("Count from 1 to 200.")
+        terminal.wait(lambda shown: "1, 2, 3" in shown.rpartition("› Count from")[2])
+        terminal.stop()
     terminal.do("What is 1234 + 5678?")
     assert "1 reply was stopped" in terminal.do(f"/save {saved}").replace("\n", " ")
     (line,) = saved.read_text(encoding="utf-8").splitlines()
@@ -336,13 +333,13 @@ def test_control_c_in_the_prefill(terminal: Terminal) -> None:
     assert re.search(r"length limit|tokens/s", terminal.do("/continue", 120))
 
 
-def test_twice_drops_the_reply(terminal: Terminal) -> None:
+def test_twice_drops_the_reply(terminal: Terminal, door: Door) -> None:
     fresh(terminal)
-    terminal.enter("Count from 1 to 40.")
-    terminal.wait(r"1, 2, 3")
-    terminal.type(CTRL_C + CTRL_C)
-    terminal.wait("Reply dropped, your message kept")
-    terminal.prompt()
+    with door.crawling():
+        terminal.enter("Count from 1 to 40.")
+        terminal.wait(r"1, 2, 3")
+        terminal.type(CTRL_C + CTRL_C)
+        assert "Reply dropped, your message kept" in terminal.prompt()
     shown = terminal.do("/history")
     assert "1 You\nCount from 1 to 40." in shown
     assert "2 Model" not in shown
@@ -396,22 +393,24 @@ def test_history_is_searched(terminal: Terminal) -> None:
     terminal.prompt()
 
 
-def test_typing_ahead_is_kept(terminal: Terminal) -> None:
+def test_typing_ahead_is_kept(terminal: Terminal, door: Door) -> None:
     fresh(terminal)
-    terminal.enter("Count from 1 to 30.")
-    terminal.wait("1, 2, 3")
-    terminal.type("and then")
+    with door.crawling():
+        terminal.enter("Count from 1 to 30.")
+        terminal.wait("1, 2, 3")
+        terminal.type("and then")
     terminal.until(STATISTICS)
     terminal.wait("› and then$")
     terminal.type(CTRL_C)
     terminal.prompt()
 
 
-def test_resizing_while_it_streams(terminal: Terminal) -> None:
+def test_resizing_while_it_streams(terminal: Terminal, door: Door) -> None:
     fresh(terminal)
-    terminal.enter("Count from 1 to 40.")
-    terminal.wait("1, 2, 3, 4, 5")
-    terminal.resize(40, 24)
+    with door.crawling():
+        terminal.enter("Count from 1 to 40.")
+        terminal.wait("1, 2, 3, 4, 5")
+        terminal.resize(40, 24)
     terminal.until(r"tokens/s")
     terminal.prompt()
     assert all(len(line) <= 40 for line in terminal.shown().splitlines())

@@ -1,19 +1,27 @@
-"""On PYTHONPATH it slows the engine's process down: replies of the embedded model then last long enough to be cut."""
+"""On PYTHONPATH it holds and slows the engine's process down, as variables of its environment say."""
 
 import sys
 
 STEP_SECONDS = 0.003
+CRAWL_SECONDS = 0.1
 
 if "palaver.engines.host" in sys.orig_argv:
+    import os
     import time
     from typing import Any
 
+    parent = os.getppid()
+    released = os.environ.get("ENGINE_HELD_UNTIL")
+    while released and not os.path.exists(released) and os.getppid() == parent:
+        time.sleep(0.01)
+
     from palaver.engines.compiled.decoder import CompiledDecoder
 
+    crawls = os.environ["ENGINE_CRAWLS_WHILE"]
     run = CompiledDecoder.run
 
     def run_slowly(self: CompiledDecoder, *arguments: Any) -> Any:
-        time.sleep(STEP_SECONDS)
+        time.sleep(CRAWL_SECONDS if os.path.exists(crawls) else STEP_SECONDS)
         return run(self, *arguments)
 
     CompiledDecoder.run = run_slowly  # type: ignore[assignment,method-assign]
