@@ -21,9 +21,24 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
+TESTS = Path(__file__).parent
+COMPUTING = ("engines", "formats", "training")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Runs the browser tests last: their driver holds an event loop, and no other test can run one beside it."""
-    items.sort(key=lambda item: "web" in item.path.parts)
+    """Lets files that compute and files that wait for processes take turns, so that no processor is idle for long.
+
+    The browser tests come last: their driver holds an event loop, and no other test can run one beside it."""
+    groups: dict[tuple[bool, bool], list[Path]] = {}
+    for path in dict.fromkeys(item.path for item in items):
+        folder = path.relative_to(TESTS).parts[0]
+        groups.setdefault((folder == "web", folder in COMPUTING), []).append(path)
+    order = {
+        path: (is_web, number / len(paths))
+        for (is_web, _), paths in groups.items()
+        for number, path in enumerate(paths)
+    }
+    items.sort(key=lambda item: order[item.path])
 
 
 def pytest_collection_finish() -> None:
