@@ -4,7 +4,7 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 PYTHON ?= $(firstword $(foreach p,python3.13 python3.12 python3.11 python3,$(if $(shell $(p) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo ok),$(p))))
 
-.PHONY: chat serve page test test-cluster test-fast lint install install-dev postgres chromium compiler clean
+.PHONY: chat serve page test test-cluster test-fast lint mypy ruff layers install install-dev postgres chromium compiler clean
 
 chat: install
 	@$(VENV)/bin/palaver chat
@@ -38,10 +38,18 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	@$(PIP) --no-deps mlx-vlm  # what it depends on is large, and not imported
 	@touch $@
 
+# mypy takes most of the time, and one core
 lint: install-dev
+	@$(MAKE) --no-print-directory --jobs 2 mypy ruff layers
+
+mypy:
+	$(VENV)/bin/mypy
+
+ruff:
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
-	$(VENV)/bin/mypy
+
+layers:
 	$(VENV)/bin/lint-imports
 
 # What the tests want of the system: NAME, whether it is there, its packages, what is not shown without it
