@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,12 @@ def prompt_of(length: int) -> Prompt:
     return Prompt(tuple((7 * i * i + 13 * i + length) % 256 for i in range(length)))
 
 
+@cache
+def build(family: str) -> Any:
+    return tiny.build(family)
+
+
+@cache
 def generated(model: Any, prompt: Prompt) -> list[int]:
     ids = torch.tensor([prompt.context_ids])
     with torch.inference_mode():
@@ -56,7 +63,7 @@ def agrees(model: Any, prompt: Prompt, reply: list[int]) -> bool:
 async def test_says_what_generate_says_at_every_length_alone_and_together(
     family: str, chunk: int, folder_of: Callable[[str], Path]
 ) -> None:
-    model = tiny.build(family)
+    model = build(family)
     engine = load(
         folder_of(family), vocabulary=tiny.VOCABULARY, options=EngineOptions(limits=SchedulerLimits(chunk_tokens=chunk))
     )
@@ -71,7 +78,7 @@ async def test_says_what_generate_says_at_every_length_alone_and_together(
 
 async def test_a_reply_that_outgrows_the_original_length_goes_on_as_if_uncut(folder_of: Callable[[str], Path]) -> None:
     prompt = prompt_of(88)
-    model = tiny.build("longrope")
+    model = build("longrope")
     engine = load(
         folder_of("longrope"),
         vocabulary=tiny.VOCABULARY,
