@@ -23,19 +23,22 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 TESTS = Path(__file__).parent
 COMPUTING = ("engines", "formats", "training")
+LONGEST = TESTS / "web" / "test_never_lost.py"
+"""Of the files with a browser: were it among the last, the other workers would wait for it."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Lets files that compute and files that wait for processes take turns, so that no processor is idle for long.
 
     The browser tests come last: their driver holds an event loop, and no other test can run one beside it."""
+    browsing = {item.path for item in items if isinstance(item, pytest.Function) and "playwright" in item.fixturenames}
     groups: dict[tuple[bool, bool], list[Path]] = {}
-    for path in dict.fromkeys(item.path for item in items):
-        folder = path.relative_to(TESTS).parts[0]
-        groups.setdefault((folder == "web", folder in COMPUTING), []).append(path)
+    for path in sorted(dict.fromkeys(item.path for item in items), key=lambda path: path != LONGEST):
+        computes = path.relative_to(TESTS).parts[0] in COMPUTING
+        groups.setdefault((path in browsing, computes), []).append(path)
     order = {
-        path: (is_web, number / len(paths))
-        for (is_web, _), paths in groups.items()
+        path: (browses, number / len(paths))
+        for (browses, _), paths in groups.items()
         for number, path in enumerate(paths)
     }
     items.sort(key=lambda item: order[item.path])
