@@ -70,7 +70,8 @@ class SocketClient:
 @asynccontextmanager
 async def connect_client(url: str, **options: Any) -> AsyncIterator[SocketClient]:
     address = url.replace("http", "ws", 1) + "/ws/chat"
-    async with connect(address, max_size=None, proxy=None, compression=None, **options) as socket:
+    known: dict[str, Any] = {"max_size": None, "proxy": None, "compression": None, "open_timeout": SECONDS}
+    async with connect(address, **known, **options) as socket:
         yield SocketClient(socket)
 
 
