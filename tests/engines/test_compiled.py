@@ -4,6 +4,7 @@ import asyncio
 import gc
 import os
 import random
+import shutil
 import stat
 import subprocess
 import sys
@@ -318,10 +319,14 @@ def built_in(cache: Path) -> list[Path]:
     return list((cache / "palaver" / "compiled").glob("*.so"))
 
 
+CC = "cc -O0"
+"""For tests that are about files: it compiles five times as fast."""
+
+
 @pytest.fixture
 def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv("CC", "cc -O0")  # these tests are about files: it compiles five times as fast
+    monkeypatch.setenv("CC", CC)
     return tmp_path / "cache"
 
 
@@ -333,11 +338,23 @@ def test_it_is_built_once(cache: Path) -> None:
     assert built.stat().st_mtime == 1
 
 
+BUILD = "import palaver.engines.compiled.build as b; b.load_compiled_library()"
+
+
+@pytest.fixture(scope="module")
+def earlier_build(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A library that another process has built with the compiler of `cache`: one of this process is never unloaded."""
+    folder = tmp_path_factory.mktemp("earlier")
+    environment = {**os.environ, "XDG_CACHE_HOME": str(folder), "CC": CC}
+    subprocess.run([sys.executable, "-c", BUILD], check=True, env=environment)
+    (built,) = built_in(folder)
+    return built
+
+
 @pytest.mark.parametrize("damage", ["empty", "cut", "another program's", "crashes"])
-def test_a_damaged_library_is_built_anew(damage: str, cache: Path, tmp_path: Path) -> None:
+def test_a_damaged_library_is_built_anew(damage: str, cache: Path, earlier_build: Path, tmp_path: Path) -> None:
     """It is tried in another process: loading a file that was cut, or code of another processor, ends a process."""
-    command = "import palaver.engines.compiled.build as b; b.load_compiled_library()"
-    subprocess.run([sys.executable, "-c", command], check=True)  # a library of this process is never unloaded
+    shutil.copytree(earlier_build.parent, cache / "palaver" / "compiled")
     (built,) = built_in(cache)
     library = built.read_bytes()
     source = tmp_path / "crash.c"
@@ -378,8 +395,7 @@ def test_a_cache_that_can_not_be_written(cache: Path) -> None:
 
 
 def test_built_by_many_at_once(cache: Path) -> None:
-    command = "import palaver.engines.compiled.build as b; b.load_compiled_library()"
-    running = [subprocess.Popen([sys.executable, "-c", command]) for _ in range(3)]
+    running = [subprocess.Popen([sys.executable, "-c", BUILD]) for _ in range(3)]
     assert [process.wait() for process in running] == [0, 0, 0]
     assert len(built_in(cache)) == 1
 
