@@ -151,10 +151,9 @@ async def test_the_cached_speaker_is_closed(tmp_path: Path) -> None:
     await speakers.close()
 
 
-def test_the_child_process_ends_when_its_input_is_closed(tmp_path: Path) -> None:
+def test_the_child_process_ends_when_its_input_is_closed(vits: ModelSpeaker) -> None:
     """As when this program is killed: its end of the pipe is closed."""
-    speaker = ModelSpeaker(str(make_vits(tmp_path / "one")))
-    assert speaker._model.process.stdin is not None
-    speaker._model.process.stdin.close()
-    assert speaker._model.process.wait(timeout=120) == 0
-    speaker.close()
+    say(vits)
+    assert vits._model.process.stdin is not None
+    vits._model.process.stdin.close()
+    assert vits._model.process.wait(timeout=120) == 0
