@@ -111,11 +111,20 @@ def link_blobs(connection: Connection, id: str, parts: tuple[StoredPart, ...]) -
 def get_message(connection: Connection, id: str, deleted: bool = False, owner: str | None = None) -> StoredMessage:
     """Raises NotFound if there is none, or the conversation is not of this owner. Messages of deleted conversations
     are included only with `deleted`, whoever owns them."""
-    query = select_messages() if deleted else exclude_deleted(select_messages(), owner)
-    row = connection.execute(query.where(messages.c.id == id)).first()
+    values = {"id": id} if deleted or owner is None else {"id": id, "owner": owner}
+    row = connection.execute(_select_message(deleted, len(values) > 1), values).first()
     if row is None:
         raise NotFound("message", id)
     return stored_message(row)
+
+
+@cache
+def _select_message(deleted: bool, of_owner: bool) -> Select[Any]:
+    """Built once: that takes longer than it runs."""
+    query = select_messages() if deleted else exclude_deleted(select_messages())
+    if of_owner:
+        query = query.where(conversations.c.owner_id == bindparam("owner"))
+    return query.where(messages.c.id == bindparam("id"))
 
 
 def get_path(connection: Connection, leaf: str) -> tuple[StoredMessage, ...]:
@@ -213,12 +222,11 @@ def _reply(row: Any) -> StoredReply:
     )
 
 
-def exclude_deleted(query: Select[Any], owner: str | None = None) -> Select[Any]:
-    """Without messages of deleted conversations, and without those of other owners."""
-    query = query.join(conversations, conversations.c.id == messages.c.conversation_id).where(
+def exclude_deleted(query: Select[Any]) -> Select[Any]:
+    """Without messages of deleted conversations."""
+    return query.join(conversations, conversations.c.id == messages.c.conversation_id).where(
         conversations.c.deleted_at.is_(None)
     )
-    return query if owner is None else query.where(conversations.c.owner_id == owner)
 
 
 def _check_parent(connection: Connection, new: TreeMessage) -> None:
