@@ -14,7 +14,17 @@ from sqlalchemy import Executable, event, select, text
 from palaver.errors import NothingToContinue
 from palaver.events import Usage
 from palaver.messages import Part, Text, Thinking
-from palaver.store import Conflict, Lease, LeaseLost, ReplyEnding, ReplyStatus, Store, TokenCountMismatch, TokenFrame
+from palaver.store import (
+    Conflict,
+    Lease,
+    LeaseLost,
+    NotFound,
+    ReplyEnding,
+    ReplyStatus,
+    Store,
+    TokenCountMismatch,
+    TokenFrame,
+)
 from palaver.store.notifications import Notification, TokensStored
 from palaver.store.replies import Replies
 from palaver.store.schema import messages, replies, reply_tokens, running
@@ -173,6 +183,44 @@ def test_a_reply_with_children_or_a_lost_lease_is_not_resumed(store: Store, leas
     store.replies.end(lease, done, replace(ending(Text("a")), status=ReplyStatus.DONE))
     with pytest.raises(NothingToContinue):
         store.replies.resume(lease, done)
+
+
+def test_a_reply_that_was_read_before_is_not_read_again_to_resume_it(store: Store, lease: Lease) -> None:
+    id = start(store, lease)
+    store.replies.end(lease, id, ending(Text("a")))
+    read = store.messages.get(id)
+    with counted(store) as seen:
+        resumed = store.replies.resume(lease, id, "key", "engine", (read, 3))
+    assert not any("parts" in statement for statement in seen), seen
+    assert resumed == store.messages.get(id)
+    assert store.replies.append(lease, [TokenFrame(id, 3, steps(3))]) == frozenset()
+
+
+def test_a_reply_that_has_changed_since_it_was_read_is_read_again(store: Store, lease: Lease) -> None:
+    id = start(store, lease)
+    store.replies.end(lease, id, ending(Text("a")))
+    read = store.messages.get(id)
+    store.replies.resume(lease, id, "first", "engine")
+    with pytest.raises(Conflict):
+        store.replies.resume(store.leases.open(), id, "second", "engine", (read, 3))
+    store.replies.append(lease, [TokenFrame(id, 3, steps(3))])
+    store.replies.end(lease, id, ending(Text("a b"), tokens=4))
+    resumed = store.replies.resume(lease, id, "second", "engine", (read, 3))
+    assert resumed == store.messages.get(id)
+    assert resumed.text == "a b"
+    assert resumed.reply is not None
+    assert resumed.reply.settings.options["resumed"] == ["first", "second"]
+    assert store.replies.append(lease, [TokenFrame(id, 4, steps(4))]) == frozenset()
+    store.replies.end(lease, id, ending(Text("a b c"), tokens=5))
+    latest = store.messages.get(id)
+    store.replies.resume(lease, id, None, "", (latest, 3))
+    with pytest.raises(TokenCountMismatch):  # it was resumed with the stored number of tokens, not the given one
+        store.replies.append(lease, [TokenFrame(id, 3, steps(3))])
+    store.replies.end(lease, id, ending(Text("a b c"), tokens=5))
+    latest = store.messages.get(id)
+    store.conversations.delete(latest.conversation_id)
+    with pytest.raises(NotFound):
+        store.replies.resume(lease, id, None, "", (latest, 5))
 
 
 def test_a_command_is_for_another_process_and_of_the_owner(store: Store, lease: Lease) -> None:

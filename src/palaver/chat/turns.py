@@ -262,8 +262,9 @@ class Turns:
         async with self._start_lock.shared():
             self.check_open()
             await self._write_ending(reply.id)
+            read = reply, stream.token_count
             resumed = await self._under_lease(
-                lambda lease: self._store.replies.resume(lease, reply.id, key, fingerprint)
+                lambda lease: self._store.replies.resume(lease, reply.id, key, fingerprint, read)
             )
             set_reply_id(reply.id)
             previous = self._turns.get(reply.id)

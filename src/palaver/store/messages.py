@@ -15,7 +15,7 @@ from palaver.store.blobs import Blob, Blobs
 from palaver.store.database import Database
 from palaver.store.encoding import StoredPart, load_media, store_media
 from palaver.store.errors import Conflict
-from palaver.store.records import StoredMessage, TreeNode, clean_title
+from palaver.store.records import StoredMessage, TreeNode, clean_title, format_time
 
 _PREVIEW_LENGTH = 120
 """Characters of the beginning of a message that a drawing of the tree shows."""
@@ -102,7 +102,7 @@ class Messages:
                     tree.touch_conversation(connection, new)
                 stored_ids[new_message.id] = tree.insert_row(connection, new)
             tree.set_head(connection, conversation_id, stored_ids.get(head) or stored_ids[new_messages[-1].id])
-            times = [_microseconds(one.created_at) for one in new_messages if one.created_at is not None]
+            times = [format_time(one.created_at) for one in new_messages if one.created_at is not None]
             if times:
                 tree.set_times(connection, conversation_id, min(times), max(times))
         return True
@@ -178,12 +178,8 @@ def _tree_message(
         parent_id,
         new_message.message.role,
         parts,
-        created_at=None if new_message.created_at is None else _microseconds(new_message.created_at),
+        created_at=None if new_message.created_at is None else format_time(new_message.created_at),
     )
-
-
-def _microseconds(time: datetime) -> int:
-    return round(time.timestamp() * 1e6)
 
 
 def _preview(message: StoredMessage) -> str:

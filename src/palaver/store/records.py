@@ -140,6 +140,11 @@ def parse_time(microseconds: int) -> datetime:
     return datetime.fromtimestamp(microseconds / 1e6, UTC)
 
 
+def format_time(time: datetime) -> int:
+    """The microseconds that `parse_time` reads as this time."""
+    return round(time.timestamp() * 1e6)
+
+
 MAX_NAME = 200
 MAX_TITLE = 200
 _DERIVED_TITLE = 60

@@ -44,7 +44,7 @@ from palaver.store.notifications import (
     notify,
     tokens_stored,
 )
-from palaver.store.records import ReplyStatus, StoredMessage, check_name, current_time, parse_time
+from palaver.store.records import ReplyStatus, StoredMessage, check_name, current_time, format_time, parse_time
 from palaver.store.reply_statements import TokenFrame
 from palaver.store.schema import message_blobs, messages, replies, reply_tokens, running
 from palaver.store.search import reindex
@@ -80,6 +80,9 @@ _STORED_SETTINGS = type_coerce(replies.c.settings, Text).label("stored_settings"
 _SELECT_SETTINGS = select(replies.c.model, replies.c.tokenizer, replies.c.settings, _STORED_SETTINGS).where(
     replies.c.message_id == bindparam("id")
 )
+_SELECT_TOKENS = (
+    select(reply_tokens.c.data).where(reply_tokens.c.message_id == bindparam("id")).order_by(reply_tokens.c.start)
+)
 _TOKEN_COUNT = (
     select(func.coalesce(func.max(reply_tokens.c.start + reply_tokens.c.count), 0))
     .where(reply_tokens.c.message_id == bindparam("id"))
@@ -87,7 +90,7 @@ _TOKEN_COUNT = (
 )
 _SELECT_RESUMED = (
     tree.exclude_deleted(tree.select_messages())
-    .add_columns(_STORED_SETTINGS, _TOKEN_COUNT.label("tokens"))
+    .add_columns(_TOKEN_COUNT.label("tokens"))
     .where(messages.c.id == bindparam("id"))
 )
 _RESUMABLE = frozenset(one.value for one in ReplyStatus) - {ReplyStatus.RUNNING.value, ReplyStatus.DONE.value}
@@ -259,14 +262,24 @@ class Replies:
                 connection, tree.TreeMessage(conversation_id, parent_id, Role.ASSISTANT, (), key=key)
             )
 
-    def resume(self, lease: Lease, reply_id: str, key: str | None = None, fingerprint: str = "") -> StoredMessage:
+    def resume(
+        self,
+        lease: Lease,
+        reply_id: str,
+        key: str | None = None,
+        fingerprint: str = "",
+        read: tuple[StoredMessage, int] | None = None,
+    ) -> StoredMessage:
         """Runs an incomplete reply again, under this lease, from its stored tokens.
 
-        `fingerprint` is that of the engine that continues it.
+        `fingerprint` is that of the engine that continues it. `read`: the reply and the number of its tokens, if they
+        were read before: they are not read again if nothing has changed since.
         Raises Conflict if the reply has children: start a sibling with its tokens as `prefix` instead.
         Raises LeaseLost if another process claimed this lease's replies.
         """
-        if (resumed := self._resume_at_once(lease, reply_id, key, fingerprint)) is not None:
+        if read is None:
+            read = self._read_resumable(reply_id)
+        if read is not None and (resumed := self._resume_at_once(lease, *read, key, fingerprint)) is not None:
             return resumed
         with self._database.write_transaction(Durability.SERVER) as connection:
             check_lease(connection, lease)
@@ -279,27 +292,33 @@ class Replies:
             _insert_running(connection, reply_id, lease.id, tokens)
             return _as_resumed(reply, settings)
 
-    def _resume_at_once(self, lease: Lease, reply_id: str, key: str | None, fingerprint: str) -> StoredMessage | None:
-        """Resumes the reply by one statement, on PostgreSQL. None if it has not: the transaction finds out why."""
-        if self._database.is_sqlite:
-            return None
-        with self._database.write_statement() as connection:
+    def _read_resumable(self, reply_id: str) -> tuple[StoredMessage, int] | None:
+        """The reply and the number of its tokens; None if it can't be resumed."""
+        with self._database.read_transaction() as connection:
             row = connection.execute(_SELECT_RESUMED, {"id": reply_id}).first()
-            if row is None or row.reply_status not in _RESUMABLE:
-                return None
-            reply = tree.stored_message(row)
-            settings = _with_resume_key(reply, key).continued_by(fingerprint, row.tokens)
-            values = {
-                "id": reply_id,
-                "holder": lease.id,
-                "running": ReplyStatus.RUNNING.value,
-                "status": row.reply_status,
-                "ended_at": row.reply_ended_at,
-                "settings": json_text(encode_settings(settings)),
-                "old_settings": row.stored_settings,
-                "conversation": reply.conversation_id,
-                "tokens": row.tokens,
-            }
+        if row is None or row.reply_status not in _RESUMABLE:
+            return None
+        return tree.stored_message(row), row.tokens
+
+    def _resume_at_once(
+        self, lease: Lease, reply: StoredMessage, tokens: int, key: str | None, fingerprint: str
+    ) -> StoredMessage | None:
+        """Resumes the reply if it is still as it was read. None if it is not: the transaction finds out why."""
+        if reply.reply is None or reply.reply.status not in _RESUMABLE:
+            return None
+        settings = _with_resume_key(reply, key).continued_by(fingerprint, tokens)
+        values = {
+            "id": reply.id,
+            "holder": lease.id,
+            "running": ReplyStatus.RUNNING.value,
+            "status": reply.reply.status.value,
+            "ended_at": None if reply.reply.ended_at is None else format_time(reply.reply.ended_at),
+            "settings": json_text(encode_settings(settings)),
+            "old_settings": json_text(encode_settings(reply.reply.settings)),
+            "conversation": reply.conversation_id,
+            "tokens": tokens,
+        }
+        with self._database.write_statement() as connection:  # on SQLite as durable as Durability.SERVER
             return _as_resumed(reply, settings) if reply_statements.resume(connection, values) else None
 
     def record_engine(self, lease: Lease, reply_id: str, fingerprint: str) -> StoredMessage:
@@ -417,9 +436,8 @@ class Replies:
 
     def tokens(self, reply_id: str) -> tuple[Step, ...]:
         """The tokens of the reply so far."""
-        query = select(reply_tokens.c.data).where(reply_tokens.c.message_id == reply_id)
         with self._database.read_transaction() as connection:
-            rows = connection.execute(query.order_by(reply_tokens.c.start)).scalars().all()
+            rows = connection.execute(_SELECT_TOKENS, {"id": reply_id}).scalars().all()
         return tuple(step for data in rows for step in unpack_tokens(data))
 
     def token_ids(self, reply_id: str) -> tuple[int, ...]:

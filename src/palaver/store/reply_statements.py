@@ -1,5 +1,5 @@
 """The writes of running replies on PostgreSQL, as one statement each: every statement is a message to the server, and a
-transaction of several has two more.
+transaction of several has two more. `resume` is for SQLite too.
 
 A statement that ends, continues or changes a reply writes only if what it was computed from is still stored. If not, it
 writes nothing, and the caller runs its transaction, which finds out why. Rows are locked in the order of their ids, as
@@ -156,26 +156,41 @@ def end(connection: Connection, holder: str, reply_id: str, ending: StoredEnding
     return None if row is None else bool(row.watched)
 
 
-_RESUME = text(f"""
+_RESUME = """
+    UPDATE replies SET status = :running, ended_at = NULL, error = NULL, settings = :settings
+    WHERE message_id = :id AND status = :status AND settings = :old_settings
+    AND ended_at {is_same} CAST(:ended_at AS bigint)
+    AND :tokens = (SELECT coalesce(max(start + count), 0) FROM reply_tokens WHERE message_id = :id)
+    AND EXISTS (SELECT 1 FROM {holder} WHERE id = :holder)
+    AND EXISTS (SELECT 1 FROM conversations WHERE id = :conversation AND deleted_at IS NULL)
+    AND NOT EXISTS (SELECT 1 FROM messages WHERE conversation_id = :conversation AND parent_id = :id)
+"""
+_RESUME_POSTGRES = text(f"""
     WITH {_SYNCED}, holder AS (
         SELECT id FROM holders WHERE id = :holder FOR SHARE
     ), resumed AS (
-        UPDATE replies SET status = :running, ended_at = NULL, error = NULL, settings = :settings
-        WHERE message_id = :id AND status = :status AND settings = :old_settings
-        AND ended_at IS NOT DISTINCT FROM CAST(:ended_at AS bigint) AND EXISTS (SELECT FROM holder)
-        AND NOT EXISTS (SELECT FROM messages WHERE conversation_id = :conversation AND parent_id = :id)
-        RETURNING message_id
+        {_RESUME.format(is_same="IS NOT DISTINCT FROM", holder="holder")} RETURNING message_id
     ), started AS (
         INSERT INTO running (message_id, holder_id, tokens)
         SELECT message_id, :holder, CAST(:tokens AS integer) FROM resumed RETURNING tokens
     )
     SELECT tokens, (SELECT count(*) FROM synced) FROM started
 """)
+_RESUME_SQLITE = text(_RESUME.format(is_same="IS", holder="holders"))
+_INSERT_RUNNING = text("INSERT INTO running (message_id, holder_id, tokens) VALUES (:id, :holder, :tokens)")
 
 
 def resume(connection: Connection, values: Mapping[str, Any]) -> bool:
-    """Whether the reply, which had this status, end and settings and has no children, runs under the lease now."""
-    return connection.execute(_RESUME, dict(values)).first() is not None
+    """Whether the reply, which had this status, end, settings and tokens and has no children, runs under the lease now.
+
+    On SQLite call in a write transaction: it is two statements there.
+    """
+    if connection.dialect.name != "sqlite":
+        return connection.execute(_RESUME_POSTGRES, dict(values)).first() is not None
+    resumed = connection.execute(_RESUME_SQLITE, dict(values)).rowcount == 1
+    if resumed:
+        connection.execute(_INSERT_RUNNING, {name: values[name] for name in ("id", "holder", "tokens")})
+    return resumed
 
 
 _SET_ANSWER_AT = text(f"""
