@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sqlite3
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from random import Random
 
 import pytest
 
 from palaver.messages import Image, Message, Role, Text
-from palaver.store import DiskFull, ReplyEnding, ReplyStatus, Store, StoreError, TokenFrame, open_store
+from palaver.store import DiskFull, ReplyEnding, ReplyStatus, Store, StoreError, TokenFrame, database, open_store
 from palaver.store.database import _SQLITE_SYNCHRONOUS, Durability
 from tests.store.factories import SETTINGS, add_message, new_conversation, steps
 from tests.store.faulty_disk import Disk, DiskOperation, after_power_loss, can_intercept, intercept
@@ -31,12 +34,15 @@ class RecordedRun:
     operations: list[DiskOperation] = field(default_factory=list)
     messages: list[tuple[int, str]] = field(default_factory=list)
     tokens: list[tuple[int, str, int]] = field(default_factory=list)
+    endings: list[tuple[int, str]] = field(default_factory=list)
     conversation: str = ""
 
 
-def _record_run(folder: Path) -> RecordedRun:
+def _record_run(folder: Path, syncs_endings: bool = True) -> RecordedRun:
     run = RecordedRun()
-    with intercept(folder) as disk, open_store(folder) as store:
+    with intercept(folder) as disk, open_store(folder) as store, pytest.MonkeyPatch.context() as patch:
+        sync = partial(_sync_log, disk) if syncs_endings else lambda path: None
+        patch.setattr(database, "_sync_log", sync)
         run.operations = disk.operations
         run.conversation = new_conversation(store).id
         lease = store.leases.open()
@@ -50,11 +56,16 @@ def _record_run(folder: Path) -> RecordedRun:
                 store.replies.append(lease, [TokenFrame(reply.id, place, steps(place))])
                 run.tokens.append((len(disk.operations), reply.id, place + 1))
             store.replies.finish(lease, reply.id, ReplyEnding(ReplyStatus.DONE, (Text("answer"),)))
+            run.endings.append((len(disk.operations), reply.id))
             if turn % 2:
                 _checkpoint(store)
             parent = reply.id
         run.operations = list(disk.operations)
     return run
+
+
+def _sync_log(disk: Disk, path: Path) -> None:
+    assert disk.sync(path.name, sync_folder=False) == 0
 
 
 def _checkpoint(store: Store) -> None:
@@ -71,7 +82,7 @@ def _open_files(folder: Path, files: dict[str, bytes]) -> Store:
 
 
 def _missing_messages(run: RecordedRun, cut: int, store: Store) -> list[str]:
-    """Acknowledged messages that are missing. The stored ones must be intact."""
+    """Acknowledged messages that are missing or have lost their ending. The stored ones must be intact."""
     with store.database.read_transaction() as connection:
         assert connection.exec_driver_sql("PRAGMA integrity_check").scalar() == "ok"
         assert connection.exec_driver_sql("PRAGMA foreign_key_check").all() == []
@@ -80,7 +91,9 @@ def _missing_messages(run: RecordedRun, cut: int, store: Store) -> list[str]:
         if reply in stored_ids:
             ids = store.replies.token_ids(reply)
             assert ids == tuple(range(len(ids)))
-    return [id for place, id in run.messages if place <= cut and id not in stored_ids]
+    missing = [id for place, id in run.messages if place <= cut and id not in stored_ids]
+    ended = [id for place, id in run.endings if place <= cut and id in stored_ids]
+    return missing + [id for id in ended if store.messages.get(id).text != "answer"]
 
 
 def _power_cuts(run: RecordedRun, rng: Random) -> list[int]:
@@ -117,6 +130,16 @@ def test_the_test_would_notice_a_missing_sync(tmp_path: Path, monkeypatch: pytes
     rng = Random(5)
     lost = 0
     for cut in [place for place, _ in run.messages]:
+        with _open_files(tmp_path / f"cut{cut}", after_power_loss(run.operations[:cut], rng)) as store:
+            lost += len(_missing_messages(run, cut, store))
+    assert lost > 0
+
+
+def test_the_test_would_notice_an_ending_that_is_not_synced(tmp_path: Path) -> None:
+    run = _record_run(tmp_path / "store", syncs_endings=False)
+    rng = Random(5)
+    lost = 0
+    for cut in [place for place, _ in run.endings]:
         with _open_files(tmp_path / f"cut{cut}", after_power_loss(run.operations[:cut], rng)) as store:
             lost += len(_missing_messages(run, cut, store))
     assert lost > 0
@@ -212,3 +235,38 @@ def test_a_write_that_is_not_synced_is_not_acknowledged(on_disk: tuple[Disk, Sto
     disk.fail_sync = False
     assert [node.id for node in store.messages.nodes(id)] == [first.id]
     assert add_message(store, id, first.id, "2 again").parent_id == first.id
+
+
+def test_others_write_while_an_ending_waits_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[str] = []
+
+    def write_elsewhere(path: Path) -> None:
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(add_message, store, id, None, "meanwhile").result()
+        synced.append(path.name)
+
+    with open_store(tmp_path) as store:
+        id = new_conversation(store).id
+        lease = store.leases.open()
+        reply = store.replies.start(lease, id, None, SETTINGS)
+        monkeypatch.setattr(database, "_sync_log", write_elsewhere)
+        store.replies.end(lease, reply.id, ReplyEnding(ReplyStatus.DONE, (Text("answer"),)))
+        assert synced == ["palaver.db-wal"]
+        assert len(store.messages.nodes(id)) == 2
+
+
+def test_an_ending_that_is_not_synced_is_not_acknowledged_and_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(handle: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with open_store(tmp_path) as store:
+        lease = store.leases.open()
+        reply = store.replies.start(lease, new_conversation(store).id, None, SETTINGS)
+        for name in ("fsync", "fdatasync"):
+            monkeypatch.setattr(os, name, fail, raising=False)
+        with pytest.raises(StoreError, match="database failed"):
+            store.replies.end(lease, reply.id, ReplyEnding(ReplyStatus.DONE, (Text("answer"),)))
+        monkeypatch.undo()
+        assert store.messages.get(reply.id).text == "answer"

@@ -307,6 +307,9 @@ def test_user_messages_are_synced_and_tokens_are_not(tmp_path: Path) -> None:
     tokens = _between(calls, "TOKENS")
     assert "write wal" in tokens, "what was published is in the file, whatever happens to the program"
     assert not any(name.startswith("sync") for name in tokens)
+    ending = _between(calls, "ENDING")
+    assert [name for name in ending if name.startswith("sync")] == ["sync wal"]
+    assert ending[-1] == "sync wal", "acknowledged only when it is on the disk"
 
 
 _TRACED_PROGRAM = """
@@ -329,6 +332,9 @@ os.write(2, b"TOKENS\\n")
 for place in range(1, 20):
     store.replies.append(lease, [TokenFrame(reply.id, place, steps(place))])
 os.write(2, b"TOKENS\\n")
+os.write(2, b"ENDING\\n")
+store.replies.end(lease, reply.id, ReplyEnding(ReplyStatus.DONE, (Text("x"),)))
+os.write(2, b"ENDING\\n")
 """
 
 
@@ -345,7 +351,7 @@ def _trace_syscalls(folder: Path) -> list[str]:
 
 
 def _classify(line: str) -> str:
-    for mark in ("MESSAGE", "TOKENS"):
+    for mark in ("MESSAGE", "TOKENS", "ENDING"):
         if f'"{mark}' in line:
             return mark
     target = "wal" if "-wal>" in line else "blob" if "/blobs/" in line and "/." in line else "folder"
@@ -365,13 +371,13 @@ def test_every_commit_has_the_requested_durability(store: Store) -> None:
     if not store.database.is_sqlite:
         with store.database.write_transaction(Durability.NORMAL) as connection:
             assert connection.execute(text("SHOW synchronous_commit")).scalar() == "off"
-        for durability in (Durability.FULL, Durability.SERVER):
+        for durability in (Durability.FULL, Durability.SYNCED_AFTER, Durability.SERVER):
             with store.database.write_transaction(durability) as connection:
                 assert connection.execute(text("SHOW synchronous_commit")).scalar() == "on"
         with store.database.write_statement() as connection:
             assert connection.execute(text("SHOW synchronous_commit")).scalar() == "off"
         return
-    levels = {Durability.NORMAL: 1, Durability.FULL: 2, Durability.SERVER: 1}
+    levels = {Durability.NORMAL: 1, Durability.FULL: 2, Durability.SYNCED_AFTER: 1, Durability.SERVER: 1}
     for durability, level in (*levels.items(), *levels.items()):
         with store.database.write_transaction(durability) as connection:
             assert connection.execute(text("PRAGMA synchronous")).scalar() == level

@@ -54,6 +54,9 @@ class Durability(Enum):
 
     FULL = "full"
     """Survives a power cut: everything that was acknowledged to a user."""
+    SYNCED_AFTER = "synced after"
+    """Survives a power cut too. SQLite waits for the disk after the commit, while others write; if that fails, the call
+    raises and the write stays: for writes that may be repeated."""
     SERVER = "server"
     """Survives the death of the database server. A power cut may lose the last moments: that a reply goes on. Nothing
     waits for the disk on SQLite, which has no server."""
@@ -61,7 +64,12 @@ class Durability(Enum):
     """A power cut may lose the last moments: tokens of a running reply."""
 
 
-_SQLITE_SYNCHRONOUS = {Durability.FULL: "FULL", Durability.SERVER: "NORMAL", Durability.NORMAL: "NORMAL"}
+_SQLITE_SYNCHRONOUS = {
+    Durability.FULL: "FULL",
+    Durability.SYNCED_AFTER: "NORMAL",
+    Durability.SERVER: "NORMAL",
+    Durability.NORMAL: "NORMAL",
+}
 
 CONNECT_SECONDS = 10
 """How long PostgreSQL may take to accept a connection."""
@@ -195,15 +203,20 @@ class Database:
 
     @contextmanager
     def _write_sqlite(self, durability: Durability) -> Iterator[Connection]:
+        if durability is Durability.SYNCED_AFTER and os.name == "nt":  # SQLite's log can't be opened beside it
+            durability = Durability.FULL
         before = self._writers.blocked_seconds
-        with translate_errors(), self._writers.lock, self.engine.connect() as connection:
-            _set_synchronous(connection, durability)
-            remaining = max(0.0, self._lock_timeout - (self._writers.blocked_seconds - before))
-            connection = connection.execution_options(palaver_wait=remaining)
-            with connection.begin():
-                yield connection
-            assert self._checkpointer is not None
-            self._checkpointer.count_commit()
+        with translate_errors():
+            with self._writers.lock, self.engine.connect() as connection:
+                _set_synchronous(connection, durability)
+                remaining = max(0.0, self._lock_timeout - (self._writers.blocked_seconds - before))
+                connection = connection.execution_options(palaver_wait=remaining)
+                with connection.begin():
+                    yield connection
+                assert self._checkpointer is not None
+                self._checkpointer.count_commit()
+            if durability is Durability.SYNCED_AFTER:
+                _sync_log(self.path.with_name(f"{self.path.name}-wal"))
 
     @contextmanager
     def _write_postgres(self, durability: Durability) -> Iterator[Connection]:
@@ -350,6 +363,20 @@ def _begin_immediate(connection: Connection, seconds: float) -> None:
             if not _is_busy(error.orig) or time.monotonic() >= deadline:
                 raise
         time.sleep(LOCK_POLL_SECONDS)
+
+
+def _sync_log(path: Path) -> None:
+    """Waits until what was written to SQLite's log is on the disk. SQLite has no lock on it that closing would drop."""
+    try:
+        handle = os.open(path, os.O_RDONLY)
+    except FileNotFoundError:  # it was copied into the database's file, and that synced
+        return
+    try:
+        getattr(os, "fdatasync", os.fsync)(handle)
+    except OSError as error:
+        raise StoreError(f"The database failed: {error}") from error
+    finally:
+        os.close(handle)
 
 
 def _is_busy(error: object) -> bool:

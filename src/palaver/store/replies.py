@@ -220,7 +220,7 @@ class Replies:
         values = _final_values(ending)
         if self._end_at_once(lease, reply_id, ending, parts, values):
             return parse_time(values["ended_at"])
-        with self._database.write_transaction() as connection:
+        with self._database.write_transaction(Durability.SYNCED_AFTER) as connection:
             held = _delete_held(connection, lease, reply_id)
             if held.tokens < (ending.tokens or 0):
                 raise TokenCountMismatch({reply_id: held.tokens})
