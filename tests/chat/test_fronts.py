@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -17,10 +18,10 @@ from palaver.chat.model_pool import ModelPool
 from palaver.chat.service import Service
 from palaver.chat.turn_log import LogEntry
 from palaver.engines.host.supervisor import ReportProgress
-from palaver.events import Finished, Started
+from palaver.events import Failed, Finished, Started
 from palaver.generation import Finish
 from palaver.messages import user
-from palaver.store import ReplyStatus
+from palaver.store import ReplyStatus, StoreError
 from palaver.store.notifications import Gap
 from palaver.store.schema import holders
 from tests.chat.process_kills import run_fronts
@@ -98,6 +99,63 @@ async def test_a_turn_is_stopped_and_continued_at_the_other_server(place: StoreL
         here, there = await asyncio.gather(*(read_entries(one.chat, reply) for one in (fronts.owner, fronts.other)))
         assert numbered(here) == numbered(there)
         assert [token.token_id for token in await fronts.owner.chat.tokens(reply)] == WAVE
+
+
+async def stop_elsewhere(fronts: Pair) -> str:
+    """The id of a reply that was stopped after four tokens, at the server that does not run it."""
+    reply = await start(fronts.owner.chat)
+    await read_until(fronts.owner.chat, reply, 2)
+    await fronts.other.chat.stop_reply(reply)
+    await read_entries(fronts.owner.chat, reply)
+    return reply
+
+
+async def test_the_engine_starts_while_a_continue_is_synced(place: StoreLocation) -> None:  # noqa: F811
+    """And no token is stored before that."""
+    synced = threading.Event()
+
+    def wait() -> None:
+        synced.wait(SECONDS)
+
+    async with two_fronts(place) as fronts:
+        reply = await stop_elsewhere(fronts)
+        stored = fronts.other.service.store.replies
+        stored.sync = wait  # type: ignore[method-assign]
+        try:
+            continuing = asyncio.create_task(fronts.other.chat.continue_reply(reply))
+
+            async def has_token() -> bool:
+                turn = fronts.other.service.turns.get(reply)
+                return turn is not None and "first_token" in turn.timer.timings()
+
+            await eventually(has_token)
+            assert not continuing.done(), "the caller is told that it is stored once that is so"
+            assert stored.token_ids(reply) == tuple(WAVE[:4])
+        finally:
+            synced.set()
+        assert (await continuing).id == reply
+        await read_entries(fronts.other.chat, reply)
+        assert stored.token_ids(reply) == tuple(WAVE)
+
+
+async def test_a_continue_that_is_not_synced_fails_and_can_be_repeated(place: StoreLocation) -> None:  # noqa: F811
+    def fail() -> None:
+        raise StoreError("The disk is gone.")
+
+    async with two_fronts(place) as fronts:
+        reply = await stop_elsewhere(fronts)
+        stored = fronts.other.service.store.replies
+        stored.sync = fail  # type: ignore[method-assign]
+        with pytest.raises(StoreError, match="disk is gone"):
+            await fronts.other.chat.continue_reply(reply)
+        ended = (await read_entries(fronts.other.chat, reply))[-1].event
+        assert isinstance(ended, Failed)
+        assert "disk is gone" in ended.error
+        assert stored.token_ids(reply) == tuple(WAVE[:4])
+        del stored.sync
+        await fronts.other.chat.continue_reply(reply)
+        await read_entries(fronts.other.chat, reply)
+        assert stored.token_ids(reply) == tuple(WAVE)
 
 
 async def test_a_reader_elsewhere_is_woken_and_resumes_by_number(place: StoreLocation) -> None:  # noqa: F811

@@ -155,6 +155,18 @@ def test_an_ending_is_on_disk_before_the_call_returns(store: Store, lease: Lease
         assert connection.execute(text("SHOW synchronous_commit")).scalar_one() == "off"
 
 
+def test_a_continued_reply_is_on_disk_after_a_sync(store: Store, lease: Lease, place: StoreLocation) -> None:
+    skip_sqlite(place)
+    id = start(store, lease)
+    store.replies.end(lease, id, ending(Text("a")))
+    store.replies.resume(lease, id)
+    with store.database.read_transaction() as connection:
+        after = connection.execute(text("SELECT pg_current_wal_insert_lsn()")).scalar_one()
+        store.replies.sync()
+        query = text("SELECT pg_current_wal_flush_lsn() >= CAST(:after AS pg_lsn)")
+        assert connection.execute(query, {"after": after}).scalar_one()
+
+
 def test_a_reply_that_is_not_held_or_has_lost_tokens_is_not_ended(store: Store, lease: Lease) -> None:
     id = start(store, lease)
     with pytest.raises(TokenCountMismatch):

@@ -102,6 +102,8 @@ class Turn:
     """Whether it ended with calls that Palaver runs, and this is stored."""
     ended_at: datetime | None = None
     """When it ended, as it is stored."""
+    synced: asyncio.Task[None] | None = None
+    """Waits until it survives the death of the database server that the reply goes on. No token is stored before."""
 
     @property
     def id(self) -> str:
@@ -270,7 +272,9 @@ class Turns:
             previous = self._turns.get(reply.id)
             if previous is not None and previous.reply_stream.answer_requested:
                 stream.answer_now()
-            self._launch(resumed, stream.request.owner, stream, _timer(reply, stream))
+            turn = self._launch(resumed, stream.request.owner, stream, _timer(reply, stream))
+            synced = turn.synced = asyncio.create_task(asyncio.to_thread(self._store.replies.sync))
+        await synced
         return resumed
 
     async def take_over(self, model: Model, reply: StoredMessage, request: ReplyRequest, steps: Sequence[Step]) -> None:
@@ -448,9 +452,13 @@ class Turns:
         reply_id: list[str] = []
 
         async def record_steps(steps: Sequence[Step], phases: Sequence[Phase]) -> None:
-            timer = self._turns[reply_id[0]].timer
+            turn = self._turns[reply_id[0]]
+            timer = turn.timer
             for phase in phases:
                 timer.token(phase is Phase.THINKING)
+            if turn.synced is not None:
+                await asyncio.shield(turn.synced)
+                turn.synced = None
             await self._recorder.record(reply_id[0], stream.token_count, steps, timer.timings(), stream.steps)
 
         async def record_answer_at(position: int) -> None:
@@ -485,7 +493,7 @@ class Turns:
         )
         return reply, is_running and reply.id in self._store.replies.running_ids(lease)
 
-    def _launch(self, reply: StoredMessage, owner: str, stream: GeneratedReply, timer: TurnTimer) -> None:
+    def _launch(self, reply: StoredMessage, owner: str, stream: GeneratedReply, timer: TurnTimer) -> Turn:
         if reply.reply is not None:
             stream.notice = engine_notice(reply.reply.settings, stream.token_count)
         turn = Turn(reply, owner, stream, timer)
@@ -494,6 +502,7 @@ class Turns:
         self._started.set()
         turn.task = asyncio.create_task(self._run(turn))
         self._publish(turn, "turn")
+        return turn
 
     async def _run(self, turn: Turn) -> None:
         """Runs a turn. The log always gets an ending: subscribers wait for it."""

@@ -273,7 +273,7 @@ class Replies:
         """Runs an incomplete reply again, under this lease, from its stored tokens.
 
         `fingerprint` is that of the engine that continues it. `read`: the reply and the number of its tokens, if they
-        were read before: they are not read again if nothing has changed since.
+        were read before: they are not read again if nothing has changed since. Call `sync` before anybody is told.
         Raises Conflict if the reply has children: start a sibling with its tokens as `prefix` instead.
         Raises LeaseLost if another process claimed this lease's replies.
         """
@@ -291,6 +291,12 @@ class Replies:
             connection.execute(_update_reply(reply_id).values(**values, settings=encode_settings(settings)))
             _insert_running(connection, reply_id, lease.id, tokens)
             return _as_resumed(reply, settings)
+
+    def sync(self) -> None:
+        """Waits until everything that is committed survives the death of the database server (`Durability.SERVER`)."""
+        if not self._database.is_sqlite:
+            with self._database.write_statement() as connection:
+                reply_statements.sync(connection)
 
     def _read_resumable(self, reply_id: str) -> tuple[StoredMessage, int] | None:
         """The reply and the number of its tokens; None if it can't be resumed."""

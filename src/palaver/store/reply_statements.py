@@ -166,7 +166,7 @@ _RESUME = """
     AND NOT EXISTS (SELECT 1 FROM messages WHERE conversation_id = :conversation AND parent_id = :id)
 """
 _RESUME_POSTGRES = text(f"""
-    WITH {_SYNCED}, holder AS (
+    WITH holder AS (
         SELECT id FROM holders WHERE id = :holder FOR SHARE
     ), resumed AS (
         {_RESUME.format(is_same="IS NOT DISTINCT FROM", holder="holder")} RETURNING message_id
@@ -174,7 +174,7 @@ _RESUME_POSTGRES = text(f"""
         INSERT INTO running (message_id, holder_id, tokens)
         SELECT message_id, :holder, CAST(:tokens AS integer) FROM resumed RETURNING tokens
     )
-    SELECT tokens, (SELECT count(*) FROM synced) FROM started
+    SELECT tokens FROM started
 """)
 _RESUME_SQLITE = text(_RESUME.format(is_same="IS", holder="holders"))
 _INSERT_RUNNING = text("INSERT INTO running (message_id, holder_id, tokens) VALUES (:id, :holder, :tokens)")
@@ -183,7 +183,7 @@ _INSERT_RUNNING = text("INSERT INTO running (message_id, holder_id, tokens) VALU
 def resume(connection: Connection, values: Mapping[str, Any]) -> bool:
     """Whether the reply, which had this status, end, settings and tokens and has no children, runs under the lease now.
 
-    On SQLite call in a write transaction: it is two statements there.
+    The commit does not wait for the disk: see `sync`. On SQLite it is two statements: call it in a write transaction.
     """
     if connection.dialect.name != "sqlite":
         return connection.execute(_RESUME_POSTGRES, dict(values)).first() is not None
@@ -191,6 +191,15 @@ def resume(connection: Connection, values: Mapping[str, Any]) -> bool:
     if resumed:
         connection.execute(_INSERT_RUNNING, {name: values[name] for name in ("id", "holder", "tokens")})
     return resumed
+
+
+_SYNC = text(f"WITH {_SYNCED} SELECT pg_logical_emit_message(true, 'palaver', '') FROM synced")
+"""A commit that waits for the disk, and with that for all commits before. It must have written something."""
+
+
+def sync(connection: Connection) -> None:
+    """Waits until everything that is committed survives the death of PostgreSQL."""
+    connection.execute(_SYNC).close()
 
 
 _SET_ANSWER_AT = text(f"""
