@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,8 @@ from palaver.events import Failed, Finished, Started
 from palaver.generation import Finish
 from palaver.messages import user
 from palaver.store import ReplyStatus, StoreError
-from palaver.store.notifications import Gap
+from palaver.store.notifications import Gap, TokensStored
+from palaver.store.replies import NewTokens
 from palaver.store.schema import holders
 from tests.chat.process_kills import run_fronts
 from tests.chat.scripted_service import WAVE, Stage, model, read_entries, read_until, run_service
@@ -156,6 +157,40 @@ async def test_a_continue_that_is_not_synced_fails_and_can_be_repeated(place: St
         await fronts.other.chat.continue_reply(reply)
         await read_entries(fronts.other.chat, reply)
         assert stored.token_ids(reply) == tuple(WAVE)
+
+
+async def test_readers_that_are_notified_one_after_the_other_read_together(
+    place: StoreLocation,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("palaver.chat.fronts.READ_SECONDS", SECONDS)
+    async with two_fronts(place) as pair:
+        ids = [await start(pair.owner.chat) for _ in range(2)]
+        fronts, stored = pair.other.service.fronts, pair.other.service.store.replies
+        await fronts.read(ids[0], 0)
+        reads: list[Mapping[str, int]] = []
+        read_new = stored.read_new
+
+        def recording(positions: Mapping[str, int]) -> dict[str, NewTokens]:
+            reads.append(dict(positions))
+            return read_new(positions)
+
+        stored.read_new = recording  # type: ignore[method-assign]
+        with fronts.follow(ids[0]) as one, fronts.follow(ids[1]) as two:
+            fronts.look_seconds = SECONDS
+            both = [asyncio.create_task(one.read(0)), asyncio.create_task(two.read(0))]
+            for id in ids:
+                fronts._receive(TokensStored((id,)))
+                for _ in range(10):
+                    await asyncio.sleep(0)
+            assert reads == [], "the last read was a moment ago"
+            fronts._wake_due()
+            await asyncio.gather(*both)
+            assert reads == [dict.fromkeys(ids, 0)]
+            fronts._read_at -= SECONDS
+            again = asyncio.create_task(one.read(0))
+            fronts._receive(TokensStored((ids[0],)))
+            await again
 
 
 async def test_a_reader_elsewhere_is_woken_and_resumes_by_number(place: StoreLocation) -> None:  # noqa: F811

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, assert_never
@@ -36,6 +36,8 @@ LOOK_SECONDS = 1.0
 """How often the store is read without a notification, in case one was lost."""
 POLL_SECONDS = 0.1
 """The same on systems without notifications."""
+READ_SECONDS = 0.008
+"""How long readers wait for the tokens of other replies, after the start of the read before."""
 
 
 class Fronts:
@@ -52,6 +54,10 @@ class Fronts:
         """Called with a conversation whose cache another process was asked to clear."""
         self.look_seconds = LOOK_SECONDS
         self._followers: dict[str, set[asyncio.Event]] = {}
+        self._due: set[str] = set()
+        """Replies with new tokens whose readers are woken soon, together."""
+        self._read_at = 0.0
+        """When the last read began, by the clock of the event loop."""
         self._reads: list[tuple[str, int, asyncio.Future[NewTokens]]] = []
         self._reading: asyncio.Task[None] | None = None
         self._outgoing: list[Notification] = []
@@ -112,6 +118,7 @@ class Fronts:
         while self._reads:
             await asyncio.sleep(0)  # lets the readers that were woken together add theirs
             reads, self._reads = self._reads, []
+            self._read_at = asyncio.get_running_loop().time()
             first: dict[str, int] = {}
             for reply_id, after, _ in reads:
                 first[reply_id] = min(after, first.get(reply_id, after))
@@ -180,8 +187,7 @@ class Fronts:
     def _receive(self, notification: Notification) -> None:
         match notification:
             case TokensStored(reply_ids=ids):
-                for id in ids:
-                    self._wake(id)
+                self._wake_soon(ids)
             case CommandStored(reply_id=id, stop=stop, answer=answer):
                 if stop or answer:
                     self._turns.run_command(TurnCommand(id, stop, answer))
@@ -200,15 +206,24 @@ class Fronts:
                     self._spawn(self.on_cache_cleared(id))
             case Gap():
                 self._command_due.set()
-                for id in self._followers:
-                    self._wake(id)
+                self._wake_soon(self._followers)
                 self._changes.deliver_missed()
             case _:
                 assert_never(notification)
 
-    def _wake(self, reply_id: str) -> None:
-        for woken in self._followers.get(reply_id, ()):
-            woken.set()
+    def _wake_soon(self, reply_ids: Iterable[str]) -> None:
+        """Wakes the readers of these replies: at once after a pause, else when the last read was a while ago. A read
+        costs the same for one reply as for many."""
+        if not self._due:
+            loop = asyncio.get_running_loop()
+            loop.call_at(self._read_at + READ_SECONDS, self._wake_due)
+        self._due.update(reply_ids)
+
+    def _wake_due(self) -> None:
+        due, self._due = self._due, set()
+        for id in due:
+            for woken in self._followers.get(id, ()):
+                woken.set()
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
