@@ -1,4 +1,4 @@
-"""The statements that write running replies on PostgreSQL store what the transactions store, with fewer messages."""
+"""The statements that write running replies store what the transactions store, with fewer messages to PostgreSQL."""
 
 from __future__ import annotations
 
@@ -78,6 +78,17 @@ def skip_sqlite(place: StoreLocation) -> None:
         pytest.skip("SQLite has no messages to a server")
 
 
+WORDS_POSTGRES = (
+    "SELECT piece, regexp_replace(CAST(words AS text), '''[\ue000\ue001][^'']*''', '', 'g') FROM search_words "
+    "WHERE seq = (SELECT seq FROM messages WHERE id = :id) ORDER BY piece"
+)
+WORDS_SQLITE = (
+    "SELECT substr(words, 1, instr(words, '\ue000')) FROM search_words "
+    "WHERE rowid = (SELECT seq FROM messages WHERE id = :id)"
+)
+"""Without the words of owner and conversation."""
+
+
 def stored_rows(store: Store, id: str) -> Mapping[str, Any]:
     """Everything that is stored of a reply, but its times and ids."""
     queries: dict[str, Executable] = {
@@ -89,10 +100,7 @@ def stored_rows(store: Store, id: str) -> Mapping[str, Any]:
             reply_tokens.c.message_id == id
         ),
         "running": select(running.c.tokens, running.c.answer_requested).where(running.c.message_id == id),
-        "words": text(
-            "SELECT piece, regexp_replace(CAST(words AS text), '''[\ue000\ue001][^'']*''', '', 'g') FROM search_words "
-            "WHERE seq = (SELECT seq FROM messages WHERE id = :id) ORDER BY piece"
-        ).bindparams(id=id),
+        "words": text(WORDS_SQLITE if store.database.is_sqlite else WORDS_POSTGRES).bindparams(id=id),
     }
     with store.database.read_transaction() as connection:
         return {name: [tuple(row) for row in connection.execute(query)] for name, query in queries.items()}
@@ -118,12 +126,11 @@ def run_life(store: Store, lease: Lease) -> Iterator[Mapping[str, Any]]:
 def test_a_statement_stores_what_the_transaction_stores(
     store: Store, lease: Lease, place: StoreLocation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    skip_sqlite(place)
     by_statements = list(run_life(store, lease))
     for name in ("_end_at_once", "_resume_at_once", "_record_answer_at_once"):
         monkeypatch.setattr(Replies, name, lambda *_: None)
     assert list(run_life(store, lease)) == by_statements
-    assert len(by_statements[3]["words"]) > 1, "a long text has several rows in the index"
+    assert len(by_statements[3]["words"]) > 1 or place.database is None, "a long text has several rows in the index"
 
 
 def test_writes_of_replies_take_few_messages(store: Store, lease: Lease, place: StoreLocation) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any, cast
@@ -244,16 +245,25 @@ class Replies:
         parts: tuple[StoredPart, ...] | None,
         values: Mapping[str, Any],
     ) -> bool:
-        """Whether the reply was ended by one statement, on PostgreSQL."""
-        if self._database.is_sqlite or ending.tool_calls or blob_digests(parts or ()):
+        """Whether the reply was ended by what was computed before: by one statement on PostgreSQL, and on SQLite while
+        the lock of the writers is held for a moment only. Not one with media or calls."""
+        if ending.tool_calls or blob_digests(parts or ()):
             return False
         content = None if parts is None else encode_parts(parts)
         stored = reply_statements.StoredEnding(ending.tokens or 0, content, values)
-        with self._database.write_statement() as connection:
-            watched = reply_statements.end(connection, lease.id, reply_id, stored)
+        with self._database.read_transaction() as connection:
+            prepared = reply_statements.prepare_end(connection, lease.id, reply_id, stored)
+        if prepared is None:
+            return False
+        with self._write_ending() as connection:
+            watched = reply_statements.end(connection, prepared)
             if watched:
                 self._notify_readers(connection, [reply_id])
         return watched is not None
+
+    def _write_ending(self) -> AbstractContextManager[Connection]:
+        database = self._database
+        return database.write_transaction(Durability.SYNCED_AFTER) if database.is_sqlite else database.write_statement()
 
     def find_by_key(self, conversation_id: str, parent_id: str | None, key: str) -> StoredMessage | None:
         """The reply that was started there with this idempotency key."""

@@ -1,5 +1,6 @@
 """The writes of running replies on PostgreSQL, as one statement each: every statement is a message to the server, and a
-transaction of several has two more. `resume` is for SQLite too.
+transaction of several has two more. To end and to resume a reply are for SQLite too: everything is computed before
+the lock of its writers is taken.
 
 A statement that ends, continues or changes a reply writes only if what it was computed from is still stored. If not, it
 writes nothing, and the caller runs its transaction, which finds out why. Rows are locked in the order of their ids, as
@@ -18,7 +19,7 @@ from palaver.generation import Step
 from palaver.store.database import json_text
 from palaver.store.encoding import merge_tokens, pack_tokens
 from palaver.store.notifications import CHANNEL, MAX_REPLIES
-from palaver.store.search import CONVERSATION_MARK, OWNER_MARK, index_rows
+from palaver.store.search import CONVERSATION_MARK, OWNER_MARK, index_rows, index_words, replace_words
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,29 +132,68 @@ class StoredEnding:
     """The columns of the reply; without "timings", those that were recorded with its last token."""
 
 
-def end(connection: Connection, holder: str, reply_id: str, ending: StoredEnding) -> bool | None:
-    """Whether the reply, which is ended now, is read elsewhere.
+_HELD = text("""
+    DELETE FROM running WHERE message_id = :id AND holder_id = :holder AND tokens = :tokens RETURNING watched, timings
+""")
+_MERGED = text("UPDATE reply_tokens SET count = :tokens, data = :data WHERE message_id = :id AND start = 0")
+_SURPLUS = text("DELETE FROM reply_tokens WHERE message_id = :id AND start > 0")
+_WRITTEN = text("UPDATE messages SET parts = :parts WHERE id = :id RETURNING seq")
+_UNLINKED = text("DELETE FROM message_blobs WHERE message_id = :id")
+_ENDED = text("""
+    UPDATE replies SET status = :status, usage = :usage, error = :error, ended_at = :ended_at,
+        timings = coalesce(:timings, :held_timings, timings)
+    WHERE message_id = :id
+""")
+"""The same on SQLite, in the order of their execution."""
 
-    None if nothing was written: the holder does not hold it, or it has other tokens.
+
+def prepare_end(connection: Connection, holder: str, reply_id: str, ending: StoredEnding) -> dict[str, Any] | None:
+    """Everything that `end` writes: on SQLite call it before the lock of the writers is taken.
+
+    None if fewer tokens are stored than the ending says.
     """
     rows = connection.execute(_SELECT_TOKENS, {"id": reply_id}).all()
     tokens = sum(count for count, _ in rows)
     if tokens < ending.tokens:
         return None
     parts, values = ending.parts, ending.values
-    written = {
+    if connection.dialect.name == "sqlite":
+        index = {"words": index_words(parts or ())}
+    else:
+        index = {"rows": json_text([] if parts is None else list(index_rows(parts)))}
+    return {
         "id": reply_id,
         "holder": holder,
         "tokens": tokens,
         "data": merge_tokens([data for _, data in rows]) if rows else b"",
         "parts": None if parts is None else json_text(parts),
-        "rows": json_text([] if parts is None else list(index_rows(parts))),
         "status": values["status"],
         "ended_at": values["ended_at"],
         **{name: _json(values.get(name)) for name in ("usage", "error", "timings")},
+        **index,
     }
-    row = connection.execute(_END, written).first()
-    return None if row is None else bool(row.watched)
+
+
+def end(connection: Connection, prepared: Mapping[str, Any]) -> bool | None:
+    """Whether the reply, which is ended now, is read elsewhere. On SQLite call it in a write transaction.
+
+    None if nothing was written: the holder does not hold it, or it has other tokens.
+    """
+    if connection.dialect.name != "sqlite":
+        row = connection.execute(_END, dict(prepared)).first()
+        return None if row is None else bool(row.watched)
+    row = connection.execute(_HELD, dict(prepared)).first()
+    if row is None:
+        return None
+    if prepared["tokens"]:
+        connection.execute(_MERGED, dict(prepared))
+        connection.execute(_SURPLUS, dict(prepared))
+    if prepared["parts"] is not None:
+        seq = connection.execute(_WRITTEN, dict(prepared)).scalar_one()
+        connection.execute(_UNLINKED, dict(prepared))
+        replace_words(connection, seq, prepared["words"])
+    connection.execute(_ENDED, {**prepared, "held_timings": row.timings})
+    return bool(row.watched)
 
 
 _RESUME = """

@@ -107,6 +107,18 @@ def reindex(connection: Connection, seq: int, parts: Iterable[Mapping[str, Any]]
     index(connection, seq, parts)
 
 
+def index_words(parts: Iterable[Mapping[str, Any]]) -> str:
+    """The words of a message on SQLite, without its two scope words; empty if it has none."""
+    return " ".join(split_words(indexed_text(parts)))
+
+
+def replace_words(connection: Connection, seq: int, words: str) -> None:
+    """As `reindex` on SQLite, with the words of the message."""
+    connection.execute(_DELETE_SQLITE, {"seq": seq})
+    if words:
+        connection.execute(_INSERT_SQLITE, {"seq": seq, "words": words})
+
+
 def rebuild(connection: Connection) -> None:
     """Rebuilds the whole index from the messages."""
     connection.execute(text("DELETE FROM search_words"))
@@ -158,8 +170,8 @@ def _rows(connection: Connection, seq: int, parts: Iterable[Mapping[str, Any]]) 
     if not _is_sqlite(connection):
         for row in index_rows(parts):
             yield {"seq": seq, **row}
-    elif words := split_words(indexed_text(parts)):
-        yield {"seq": seq, "words": " ".join(words)}
+    elif words := index_words(parts):
+        yield {"seq": seq, "words": words}
 
 
 def index_rows(parts: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
