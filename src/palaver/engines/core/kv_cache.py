@@ -221,10 +221,11 @@ class SlotAllocator(Generic[A]):
         """The free slot of at most this capacity that holds the longest prefix of these keys, and its length."""
         best: tuple[SlotLocation[A] | None, int] = (None, 0)
         for location, (owner, held, _) in self._freed.items():
-            usable = owner == namespace and location[0].capacity <= max_capacity
-            common = common_prefix_length(held, keys) if usable else 0
-            if common > best[1]:
-                best = (location, common)
+            least = best[1]  # one that holds more has the same key there
+            longer = len(held) > least < len(keys) and held[least] == keys[least]
+            if longer and owner == namespace and location[0].capacity <= max_capacity:
+                common = common_prefix_length(held, keys)
+                best = (location, common) if common > least else best
         return best
 
     def reuse(self, location: SlotLocation[A]) -> tuple[Slot[A], SlotContents]:

@@ -265,6 +265,7 @@ class PrefixCache(Generic[A]):
         """Called after slots moved or were dropped: a cached batch holds references to the old pools."""
         self._pages: PageTree[A] = PageTree()
         self._limit_bytes = limit_bytes
+        self._token_bytes = layout.bytes_per_token
         self._reserved_bytes = 0
         """The most that slots and pages took so far, in whole parts."""
         self._prompt_tokens = 0
@@ -302,13 +303,13 @@ class PrefixCache(Generic[A]):
         Raises CacheFull when running sequences leave no memory for it.
         """
         assert tokens >= len(keys), "the keys must fit"
-        match = self._pages.match(namespace, keys)
+        match, evictions = self._pages.match(namespace, keys), self._pages.evictions
         location, held = self._slots.find_reusable(namespace, keys, default_capacity(tokens))
         if location is not None and (location[0].capacity >= tokens or held > match.tokens):
             slot = self._reuse(location, tokens, held)
-            match = self._pages.match(namespace, keys)  # growing the slot may have evicted pages
         else:
             slot, held = self._allocate_new(tokens), 0
+        if self._pages.evictions != evictions:
             match = self._pages.match(namespace, keys)
         for index, page in enumerate(match.pages):
             start = max(index * PAGE_SIZE, held)
@@ -353,7 +354,7 @@ class PrefixCache(Generic[A]):
             cached = self._pages.find_child(path, part)
             if cached is not None:
                 cached.conversations.add(conversation)
-            if cached is not None or not self._make_room_for_page(len(part) * self._layout.bytes_per_token):
+            if cached is not None or not self._make_room_for_page(len(part) * self._token_bytes):
                 return
             views = slot.views(start, start + len(part))
             data = [self._layout.memory.clone(view) for view in views]
