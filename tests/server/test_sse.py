@@ -184,6 +184,45 @@ async def test_the_source_is_ended_with_its_reader() -> None:
     assert ended.is_set()
 
 
+async def test_a_source_that_waits_is_ended_when_its_batch_cannot_be_sent() -> None:
+    ended = asyncio.Event()
+
+    async def chunks() -> AsyncGenerator[bytes]:
+        try:
+            yield b"a"
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)
+            ended.set()
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.body":
+            raise ConnectionError("the client has left")
+
+    with pytest.raises(ConnectionError):
+        await EventStream(chunks())({"type": "http"}, Client(asyncio.Event()).receive, send)
+    assert ended.is_set()
+
+
+async def test_chunks_bypass_the_layers_around_a_response() -> None:
+    """Those handle the start and the end of a response."""
+    outer: list[str] = []
+    inner: list[bytes] = []
+
+    async def chunks() -> AsyncGenerator[bytes]:
+        yield b"a"
+
+    async def send(message: Any) -> None:
+        outer.append(message["type"] if message.get("more_body", True) else "end")
+
+    async def send_chunk(message: Any) -> None:
+        inner.append(message["body"])
+
+    scope = {"type": "http", "state": {sse.SEND_CHUNK: send_chunk}}
+    await EventStream(chunks())(scope, Client(asyncio.Event()).receive, send)
+    assert (outer, inner) == (["http.response.start", "end"], [b"a"])
+
+
 @given(texts=st.lists(st.text(), max_size=4), cut=st.integers(1, 7))
 def test_events_are_decoded_however_the_bytes_are_cut(texts: list[str], cut: int) -> None:
     wanted = [

@@ -24,6 +24,7 @@ from palaver.server.auth import Caller, OriginGuard, deny, headers_with_key
 from palaver.server.errors import ClientDisconnected, DuplicateHeader, NoKey, error_response, log_unexpected
 from palaver.server.limits import RateLimiter, check_json, read_body, replay_body
 from palaver.server.settings import ServerLimits
+from palaver.server.sse import SEND_CHUNK
 from palaver.server.state import ServerState
 from palaver.store.records import new_id
 
@@ -189,6 +190,7 @@ class _RequestCycle:
         self._status = 0
         self._complete = False
         self._is_large = False
+        scope["state"][SEND_CHUNK] = send
 
     async def run(self) -> None:
         try:

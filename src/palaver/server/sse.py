@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Generator, Mapping
 from contextlib import aclosing, asynccontextmanager, suppress
-from typing import TYPE_CHECKING, Any, TypeVar
+from types import coroutine
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -36,6 +37,9 @@ COMMENT_SECONDS = 0.25
 STATUS_SECONDS = 2.0
 """How long a load has before the stream begins: one that fails until then is answered with a status of its own."""
 MAX_PENDING_BYTES = 64 << 10
+SEND_CHUNK = "send_chunk"
+"""The connection's own `send` in the state of a request's scope. The layers between it and a response handle only the
+start and the end of the response: its chunks bypass them."""
 
 
 def encode_sse(data: bytes, *, event: str = "", id: int | None = None) -> bytes:
@@ -77,7 +81,7 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        sending = asyncio.create_task(self._send(send))
+        sending = asyncio.create_task(self._send(scope.get("state", {}).get(SEND_CHUNK, send)))
         disconnected = asyncio.create_task(wait_disconnected(receive))
         try:
             while not sending.done() and not disconnected.done():
@@ -144,44 +148,68 @@ async def _with_comments(chunks: AsyncGenerator[bytes], describe: Callable[[], s
 class ChunkJoiner:
     """Iterates over the chunks, joined where several are ready at the same time, as the tokens of one engine step are.
 
-    A write costs the server and its client more than the encoding of a chunk. No chunk waits for the next one. While
-    the client reads slowly, no more than `MAX_PENDING_BYTES` and one chunk are read ahead.
+    A write costs the server and its client more than the encoding of a chunk. No chunk waits for the next one: the
+    generator is resumed by hand, so that it is known when it has to wait. It is not read ahead while a batch is sent,
+    and a batch has at most `MAX_PENDING_BYTES` and one chunk.
     """
 
     def __init__(self, chunks: AsyncGenerator[bytes]) -> None:
         self._chunks = chunks
-        self._pending: list[bytes] = []
-        self._ready, self._drained = asyncio.Event(), asyncio.Event()
-        self._reading = asyncio.create_task(self._read())
-        self._reading.add_done_callback(lambda _: self._ready.set())
+        self._step: Any = None
+        """The call of `anext` that waits."""
+        self._awaited: Any = None
+        """The future that it waits for."""
+        self._error: Exception | None = None
 
     def __aiter__(self) -> ChunkJoiner:
         return self
 
-    async def __anext__(self) -> bytes:
+    @coroutine
+    def __anext__(self) -> Generator[Any, Any, bytes]:
         """Raises the error of the chunks' generator after the chunks before it."""
-        while self._pending or not self._reading.done():
-            await self._ready.wait()
-            self._ready.clear()
-            if self._pending:
-                batch = b"".join(self._pending)
-                self._pending.clear()
-                self._drained.set()
-                return batch
-        self._reading.result()
-        raise StopAsyncIteration
+        if self._error is not None:
+            raise self._error
+        pending = [] if self._step is None else [(yield from self._wait())]
+        size = sum(map(len, pending))
+        while size <= MAX_PENDING_BYTES:
+            step = anext(self._chunks)
+            try:
+                self._awaited = step.send(None)
+                self._step = step
+                if pending:
+                    break
+                pending.append((yield from self._wait()))
+            except StopIteration as ready:
+                pending.append(ready.value)
+            except Exception as error:
+                if not pending:
+                    raise
+                self._error = error
+                break
+            size += len(pending[-1])
+        return b"".join(pending)
 
-    async def aclose(self) -> None:
+    @coroutine
+    def aclose(self) -> Generator[Any, Any, None]:
         """Stops reading. The generator itself is closed by its owner."""
-        await _cancel(self._reading)
+        if self._step is None:
+            return
+        with suppress(asyncio.CancelledError, Exception):
+            self._awaited = self._step.throw(asyncio.CancelledError())
+            yield from self._wait()
 
-    async def _read(self) -> None:
-        async for chunk in self._chunks:
-            self._pending.append(chunk)
-            self._ready.set()
-            if sum(map(len, self._pending)) > MAX_PENDING_BYTES:
-                self._drained.clear()
-                await self._drained.wait()
+    def _wait(self) -> Generator[Any, Any, bytes]:
+        """Resumes the step until it has its chunk."""
+        step, self._step = self._step, None
+        while True:
+            try:
+                resume, value = step.send, (yield self._awaited)
+            except BaseException as error:
+                resume, value = step.throw, error
+            try:
+                self._awaited = resume(value)
+            except StopIteration as ready:
+                return cast("bytes", ready.value)
 
 
 async def wait_disconnected(receive: Receive) -> None:
