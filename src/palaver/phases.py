@@ -222,10 +222,22 @@ class Tracker:
         """Bytes that are held back because they may become a marker."""
         return self._markers.buffered
 
+    def plain_text(self, token_id: int) -> bytes | None:
+        """The bytes of a token that is text of the current state and nothing else, as most are. The caller then need
+        not feed it. None: it may lead to another state, or its bytes may be held back."""
+        if not self._can_be_plain or self._markers.buffered or self._stop_scanner.buffered or self.ended:
+            return None
+        data = self._plain.get(token_id)
+        if data is None and self._is_plain(token_id):
+            data = self._plain[token_id] = self._vocabulary[token_id]
+        return data
+
     def feed(self, token_id: int) -> list[TrackerEvent]:
         """The events that this token completes. A token that ends the turn has no text."""
         if self.ended:
             return []
+        if (text := self.plain_text(token_id)) is not None:
+            return [StateText(self.state, text)]
         if token_id not in self._by_id and token_id not in self._phases.ends:
             return [] if self._is_hidden(token_id) else self._feed_text(self._bytes(token_id))
         out = self._release()
@@ -240,6 +252,13 @@ class Tracker:
     def flush(self) -> list[TrackerEvent]:
         """The end of the stream: events for bytes held back as a possible marker or stop string."""
         return self._release()
+
+    def _is_plain(self, token_id: int) -> bool:
+        """Whether the token is plain text in this state whenever no bytes are held back."""
+        if token_id in self._by_id or token_id in self._phases.ends or self._is_hidden(token_id):
+            return False
+        data = self._bytes(token_id)
+        return bool(data) and self._markers.passes(data) and self._stop_scanner.passes(data)
 
     def _is_hidden(self, token_id: int) -> bool:
         """Whether a token that is no trigger has no text. Arguments of a call keep the markers the model wrote."""
@@ -258,6 +277,9 @@ class Tracker:
         self._markers = Scanner(self._by_bytes)
         self._quotes = _QuoteSplitter(here.quotes)
         self._leads_nowhere = here.other is None
+        self._can_be_plain = self._leads_nowhere and not here.quotes
+        self._plain: dict[int, bytes] = {}
+        """Tokens that are plain text in this state."""
         self._stop_scanner = Scanner(self._stops if here.phase is Phase.ANSWER else ())
         if here.phase is Phase.END:
             self.ended = True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from palaver.events import AnswerDelta, PhaseOpened, ReadEvent, ThinkingDelta, f
 from palaver.formats.reader import ReaderOptions, ReplyReader
 from palaver.generation import Prompt
 from palaver.messages import Message, user
-from palaver.phases import Phase, Phases, State, Trigger
+from palaver.phases import Phase, Phases, State, Tracker, Trigger
 from tests.formats.families import FAMILIES, TOOLS, ids, make_format
 from tests.pieces import Pieces, cuts
 
@@ -99,6 +99,44 @@ def test_any_cut_gives_the_same_events(feeder: Feeder, text: str, data: st.DataO
     pieces = [p for run in whole for p in ([run] if feeder.is_marker(run) else data.draw(cuts(run)))]
     single = [p for run in whole for p in ([run] if feeder.is_marker(run) else [bytes([b]) for b in run])]
     assert joined(feeder.read(pieces)) == joined(feeder.read(whole)) == joined(feeder.read(single))
+
+
+class ThoroughTracker(Tracker):
+    """A tracker that takes the long way with every token."""
+
+    def plain_text(self, token_id: int) -> None:
+        return None
+
+
+def observe(reader: ReplyReader, token_ids: Sequence[int]) -> list[object]:
+    """Everything that a reader says after each token."""
+    seen: list[object] = []
+    for token_id in token_ids:
+        events = [(event, getattr(event, "tokens", 0)) for event in reader.feed(token_id)]
+        seen.append((events, reader.phase, reader.thinking_tokens, reader.pop_answer_tokens(), reader.held_back()))
+    return [*seen, reader.close(), reader.stop]
+
+
+@pytest.mark.parametrize("thinking", [False, True])
+@pytest.mark.parametrize("as_tokens", [False, True])
+@pytest.mark.parametrize(
+    "options", [ReaderOptions(stops=("ice", "é 你")), ReaderOptions(unsplit=True, opening="<think>")]
+)
+@given(data=st.data())
+def test_plain_text_is_read_as_any_other_token(
+    as_tokens: bool, thinking: bool, options: ReaderOptions, data: st.DataObject
+) -> None:
+    feeder, vocabulary = Feeder(as_tokens, thinking), Pieces([text.encode() for text in CONTROL])
+    runs = feeder.split(data.draw(st.sampled_from(TEXTS)))
+    pieces = [p for run in runs for p in ([run] if feeder.is_marker(run) else data.draw(cuts(run)))]
+    token_ids = [CONTROL[p.decode()] if feeder.is_marker(p) else vocabulary.add(p) for p in pieces]
+    prompt = Prompt((), (), phases(as_tokens, thinking))
+    reader = ReplyReader(prompt, vocabulary, options)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("palaver.formats.reader.Tracker", ThoroughTracker)
+        thorough = ReplyReader(prompt, vocabulary, options)
+    assert reader.open() == thorough.open()
+    assert observe(reader, token_ids) == observe(thorough, token_ids)
 
 
 @pytest.mark.parametrize("as_tokens", [True, False])

@@ -91,6 +91,12 @@ class ReplyReader:
         self._options = options
         self._vocabulary = vocabulary
         self._states = prompt.phases.states
+        self._text_states = frozenset(
+            place
+            for place, state in enumerate(self._states)
+            if state.phase in (Phase.THINKING, Phase.ANSWER) and state.slot not in (HEADER, ELSEWHERE)
+        )
+        """The states whose text is text of the message."""
         self._tracker = Tracker(prompt.phases, vocabulary, options.stops)
         self._thought = False
         self._opening = b""
@@ -128,7 +134,13 @@ class ReplyReader:
         if self.complete:
             return []
         tracker = self._tracker
-        self.thinking_tokens += self._states[tracker.state].phase is Phase.THINKING
+        phase = self._states[tracker.state].phase
+        if phase is Phase.THINKING:
+            self.thinking_tokens += 1
+        text = tracker.plain_text(token_id)
+        if text is not None and tracker.state in self._text_states and not self._opening:  # most tokens
+            self._answer_tokens.feed_text(text, phase is Phase.ANSWER)
+            return self._block.feed(text, self.thinking_tokens)
         found = tracker.feed(token_id)
         size = len(self._vocabulary[token_id]) if token_id < len(self._vocabulary) else 0
         self._answer_tokens.feed(size, found, tracker.holds_text)
@@ -325,8 +337,15 @@ class _AnswerTokens:
         self._started = False
         self.found: list[int] = []
 
+    def feed_text(self, text: bytes, is_answer: bool) -> None:
+        """The next token is plain text, and none before it is held back."""
+        if is_answer and (self._started or text.strip()):
+            self._started = True
+            self.found.append(self._fed)
+        self._fed += 1
+
     def feed(self, size: int, events: Sequence[TrackerEvent], holds_text: bool) -> None:
-        """The next token has `size` bytes; `holds_text` is whether the tracker holds some back."""
+        """As `feed_text` for any token. It has `size` bytes; `holds_text` is whether the tracker holds some back."""
         position = self._fed
         self._fed += 1
         if not self._held and not holds_text and len(events) == 1:  # the token is one text
@@ -449,18 +468,31 @@ class _Block:
         self._trim_start = trim_start
         self._fence_filter = fence_filter
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._splits_character = False
+        """Whether the decoder holds a part of a character."""
         self._space = ""
         self.started = False
         self.announced = False
 
-    def feed(self, data: bytes) -> list[ReadEvent]:
-        text = self._decoder.decode(data)
+    def feed(self, data: bytes, thinking_tokens: int = 0) -> list[ReadEvent]:
+        """`thinking_tokens`: how many there are up to here, for the events."""
+        text = self._decode(data)
         if self._fence_filter is not None:
             text = self._fence_filter.feed(text)
         text = self._space + text
         visible = text.rstrip()
         self._space = text[len(visible) :]
-        return self._emit(visible)
+        return self._emit(visible, thinking_tokens)
+
+    def _decode(self, data: bytes) -> str:
+        if not self._splits_character:
+            try:
+                return data.decode()
+            except UnicodeDecodeError:
+                pass
+        text = self._decoder.decode(data)
+        self._splits_character = bool(self._decoder.getstate()[0])
+        return text
 
     def close(self) -> list[ReadEvent]:
         """Trailing white space is part of the text; a block of white space only has no events."""
@@ -468,14 +500,16 @@ class _Block:
         space, self._space = self._space + rest, ""
         return self._emit(space) if self.started or space.strip() else []
 
-    def _emit(self, text: str) -> list[ReadEvent]:
+    def _emit(self, text: str, thinking_tokens: int = 0) -> list[ReadEvent]:
         if not text:
             return []
-        if self.started:
-            return [self._delta(text)]
-        self.started = True
-        opened: list[ReadEvent] = [] if self.announced else [PhaseOpened(self.phase)]
-        return [*opened, self._delta(self._first(text))]
+        opened: list[ReadEvent] = []
+        if not self.started:
+            self.started = True
+            opened = [] if self.announced else [PhaseOpened(self.phase, thinking_tokens)]
+            text = self._first(text)
+        delta = ThinkingDelta(text, thinking_tokens) if self.phase is Phase.THINKING else AnswerDelta(text)
+        return [*opened, delta]
 
     def _first(self, text: str) -> str:
         """The first text without the line breaks that separate it from a thought; indentation is kept."""
@@ -483,6 +517,3 @@ class _Block:
             return text
         blank = text[: len(text) - len(text.lstrip())]
         return text[blank.rfind("\n") + 1 :]
-
-    def _delta(self, text: str) -> ReadEvent:
-        return ThinkingDelta(text) if self.phase is Phase.THINKING else AnswerDelta(text)
