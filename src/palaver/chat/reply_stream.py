@@ -144,12 +144,13 @@ class BatchReader:
             self.opening = replace(self.opening, answer_steps=answer_steps, tail=tuple(reader.held_back()))
         self.reader = reader
         self._steps: list[Step] = []
-        self._sent = 0
-        """The number of tokens that are in batches."""
+        self._unsent: list[Step] = []
+        """The tokens that are in no batch yet."""
 
     def feed(self, step: Step) -> ReplyBatch | None:
         """None for a token whose text is held back: it is in the next batch."""
         self._steps.append(step)
+        self._unsent.append(step)
         events = self.reader.feed(step.token_id)
         return self._batch(events) if events else None
 
@@ -161,9 +162,11 @@ class BatchReader:
         return self._batch(self.reader.close())
 
     def _batch(self, events: Sequence[ReadEvent]) -> ReplyBatch:
-        steps, self._sent = tuple(self._steps[self._sent :]), len(self._steps)
-        answer = [position - len(self.prompt.reply_ids) for position in self.reader.pop_answer_tokens()]
-        answer_steps = tuple(self._steps[index] for index in answer if index >= 0)
+        steps, self._unsent = tuple(self._unsent), []
+        answer_steps: tuple[Step, ...] = ()
+        if answer := self.reader.pop_answer_tokens():
+            before = len(self.prompt.reply_ids)
+            answer_steps = tuple([self._steps[position - before] for position in answer if position >= before])
         return ReplyBatch(tuple(events), steps, answer_steps, self.reader.thinking_tokens)
 
 
@@ -310,12 +313,14 @@ class GeneratedReply(ReplyStream):
                 while ended is None and (outputs := await groups.next()):
                     for run in _split_by_kind(outputs):
                         if isinstance(run[0], Step):
-                            batches = await self._read_steps(cast("list[Step]", run))
-                            ended = Ended(Finish.END) if self._reader.complete else None
+                            steps = cast("list[Step]", run)
+                            batches = self._read_steps(steps) if self._recording is None else await self._store(steps)
+                            ended = Ended(Finish.END) if self._batch_reader.reader.complete else None
                         else:
                             batches, ended = await self._read_status(cast("Iterable[StatusOutput | Ended]", run))
                         for batch in batches:
-                            self._events += () if isinstance(batch.events[0], DraftBlock) else batch.events
+                            if not isinstance(batch.events[0], DraftBlock):
+                                self._events += batch.events
                             yield batch
                         if ended is not None:
                             break
@@ -325,10 +330,20 @@ class GeneratedReply(ReplyStream):
         self._events.append(finished)
         yield replace(tail, events=(finished,))
 
-    async def _read_steps(self, steps: Sequence[Step]) -> list[ReplyBatch]:
-        """The batches of the next tokens, once they are stored. Tokens after the end of the reply are dropped."""
-        if self._recording is None:
-            return self._read_unrecorded(steps)
+    def _read_steps(self, steps: Sequence[Step]) -> list[ReplyBatch]:
+        """The batches of the next tokens. Tokens after the end of the reply are dropped."""
+        reader, batches = self._batch_reader, []
+        for step in steps:
+            if reader.reader.complete:
+                break
+            self.steps.append(step)
+            if (batch := reader.feed(step)) is not None:
+                batches.append(batch)
+        return batches
+
+    async def _store(self, steps: Sequence[Step]) -> list[ReplyBatch]:
+        """As `_read_steps`, once the tokens are stored."""
+        assert self._recording is not None
         from palaver.store.encoding import as_stored  # replies that are not stored start without its libraries
 
         steps = tuple(map(as_stored, steps))
@@ -348,16 +363,6 @@ class GeneratedReply(ReplyStream):
             self._batch_reader.feed_all((*self._earlier_steps, *self.steps))
             raise
         self.steps += read
-        return batches
-
-    def _read_unrecorded(self, steps: Sequence[Step]) -> list[ReplyBatch]:
-        batches: list[ReplyBatch] = []
-        for step in steps:
-            if self._reader.complete:
-                break
-            self.steps.append(step)
-            if (batch := self._batch_reader.feed(step)) is not None:
-                batches.append(batch)
         return batches
 
     async def _read_status(self, outputs: Iterable[StatusOutput | Ended]) -> tuple[list[ReplyBatch], Ended | None]:

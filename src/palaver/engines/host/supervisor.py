@@ -80,23 +80,18 @@ class OutputBuffer:
     """The outputs of a request until its one reader takes them. Cheaper for each token than a queue of asyncio."""
 
     def __init__(self) -> None:
-        self._outputs: deque[Output | PalaverError] = deque()
+        self.outputs: deque[Output | PalaverError] = deque()
         self._waiter: asyncio.Future[None] | None = None
-        """Set while the reader waits."""
 
     def put(self, output: Output | PalaverError) -> None:
-        self._outputs.append(output)
+        self.outputs.append(output)
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    async def get(self) -> Output | PalaverError:
-        while not self._outputs:
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-        return self._outputs.popleft()
+    def wait(self) -> asyncio.Future[None]:
+        """A future that is done with the next output."""
+        self._waiter = asyncio.get_running_loop().create_future()
+        return self._waiter
 
 
 @dataclass
@@ -135,15 +130,15 @@ class PendingRequest:
             "do": "generate", "number": number, "prompt": prompt, "sampling": self.sampling, "choice": self.choice
         }  # fmt: skip
 
-    def add_output(self, output: Output) -> None:
+    def add_output(self, output: Output | PalaverError) -> None:
         if isinstance(output, Step):
             self.generated_ids.append(output.token_id)
             self.fresh_tokens += 1
             if self.fresh_tokens >= CLEARING_TOKENS:
                 self.suspect, self.deaths = False, 0
-        if isinstance(output, AnswerRequested):
+        elif isinstance(output, AnswerRequested):
             self.prompt = replace(self.prompt, answer_at=output.position)
-        if isinstance(output, Prefilled):
+        elif isinstance(output, Prefilled):
             if self.prefilled:
                 return
             self.prefilled = True
@@ -173,7 +168,10 @@ class PendingOutputs:
     async def __anext__(self) -> Output:
         if self.finished:
             raise StopAsyncIteration
-        output = await self._request.outputs.get()
+        buffer = self._request.outputs
+        while not buffer.outputs:
+            await buffer.wait()
+        output = buffer.outputs.popleft()
         if isinstance(output, PalaverError):
             self.finished = True
             raise output
@@ -553,15 +551,12 @@ class HostedEngine:
         request = self._requests.get(number)
         if request is None:
             return
-        output = decode_error_frame(sent) if isinstance(sent, dict) else sent
-        if isinstance(output, PalaverError):
-            request.outputs.put(output)
-        else:
-            request.add_output(output)
-        if isinstance(output, Step):
+        request.add_output(decode_error_frame(sent) if isinstance(sent, dict) else sent)
+        if isinstance(sent, Step):
             self._deaths = 0
-        ended = not isinstance(output, Step | Draft | Prefilled | AnswerRequested)
-        if self._on_trial == number and (ended or not request.suspect):
+        if self._on_trial != number:
+            return
+        if not request.suspect or not isinstance(sent, Step | Draft | Prefilled | AnswerRequested):
             self._on_trial = None
             self._send_next()
 
