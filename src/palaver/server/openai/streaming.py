@@ -60,6 +60,7 @@ from palaver.store import Conflict
 from palaver.store.records import new_id
 
 MIN_LOGPROB = -9999.0
+_TEXT_DELTAS = (AnswerDelta, ThinkingDelta)
 
 
 def logprob_entries(steps: Iterable[Step], vocabulary: Vocabulary, top: int) -> tuple[dict[str, Any], ...]:
@@ -159,7 +160,10 @@ class ChoiceStream:
 
     def read(self, batch: ReplyBatch) -> ChoiceDelta | None:
         """The delta of one batch. Raises the error of a stored turn that failed."""
-        match batch.events[0]:
+        first = batch.events[0]
+        if isinstance(first, _TEXT_DELTAS) and batch.steps:  # most batches
+            return self._delta(batch, cast("tuple[ReadEvent, ...]", batch.events))
+        match first:
             case Waiting():
                 self._pace.start_waiting()
                 return ChoiceDelta(self.index)
@@ -176,12 +180,12 @@ class ChoiceStream:
             case DraftBlock() as draft:
                 return ChoiceDelta(self.index, draft=draft) if self.output.drafts else None
             case _ if batch.steps:
-                return self._delta(batch, cast("Sequence[ReadEvent]", batch.events))
+                return self._delta(batch, cast("tuple[ReadEvent, ...]", batch.events))
             case _:  # the part of the reply that is continued
                 return None
 
-    def _delta(self, batch: ReplyBatch, events: Sequence[ReadEvent]) -> ChoiceDelta:
-        read = _trim(self._seam, events)
+    def _delta(self, batch: ReplyBatch, events: tuple[ReadEvent, ...]) -> ChoiceDelta:
+        read = events if self._seam is None else _trim(self._seam, events)
         if batch.steps:
             self._pace.observe(len(batch.steps))
         self.tool_calls += _count_tool_calls(read)
@@ -319,9 +323,7 @@ def _count_tool_calls(events: Sequence[Event]) -> int:
     return count
 
 
-def _trim(seam: SeamTrimmer | None, events: Sequence[ReadEvent]) -> tuple[ReadEvent, ...]:
-    if seam is None:
-        return tuple(events)
+def _trim(seam: SeamTrimmer, events: Sequence[ReadEvent]) -> tuple[ReadEvent, ...]:
     return tuple(new for event in events if (new := seam.trim(event)) is not None)
 
 
@@ -370,6 +372,9 @@ class ChatEncoder:
         self._chat_header = chunk_header(completion.call.model)
         self._header = self._chat_header.value("chat.completion.chunk")
         self._prefix = json.dumps(self._header, separators=(",", ":"))[:-1] + ',"choices":[{"index":'
+        output = self._output
+        self._text_only = not (output.logprobs or output.token_ids or output.audio or output.usage is UsageChunks.EVERY)
+        """Whether a chunk of text has no other fields."""
         self._suffix = "]}" if self._output.usage is UsageChunks.FINISH else '],"usage":null}'
 
     def _set_usage(self) -> None:
@@ -395,6 +400,12 @@ class ChatEncoder:
 
         The finish reason and the stop reason of the last delta get a chunk of their own.
         """
+        if self._text_only and choice.finished is None and len(choice.events) == 1:  # most chunks
+            match choice.events[0]:
+                case AnswerDelta(text) if text:
+                    return self._text_chunk(choice.index, "content", text)
+                case ThinkingDelta(text) if text and self._output.thinking:
+                    return self._text_chunk(choice.index, "reasoning_content", text)
         if self._output.usage is UsageChunks.EVERY:
             self._set_usage()
         extra, delta = self._extra(choice), self._delta(choice)
@@ -424,6 +435,11 @@ class ChatEncoder:
         choices = [builder.value(choice) for builder, choice in zip(builders, self._completion.choices, strict=True)]
         value = {**self._chat_header.value("chat.completion"), "choices": choices}
         return {**value, "usage": self._completion.usage(), **self._extra_fields}
+
+    def _text_chunk(self, index: int, field: str, text: str) -> bytes:
+        """As `_chunk` for a delta with one text."""
+        delta = f'"delta":{{"{field}":{quoted(text)}}},"finish_reason":null}}'
+        return f"data: {self._prefix}{index},{delta}{self._suffix}\n\n".encode()
 
     def _chunk(self, index: int, delta: str, extra: str = "", reason: str | None = None) -> bytes:
         return encode_sse(self._json(index, delta, extra, reason).encode())
