@@ -165,15 +165,16 @@ def presented_key(headers: Mapping[bytes, bytes]) -> str | None:
     return given.decode("latin-1").strip() if given else None
 
 
-def get_caller(request: Request) -> Caller:
+async def get_caller(request: Request) -> Caller:
+    """Like all dependencies it is async: FastAPI calls others in threads, which costs more than they do."""
     caller: Caller | None = request.state.caller
     if caller is None:
         raise NoKey(given=False)
     return caller
 
 
-def get_admin(request: Request) -> Caller:
-    caller = get_caller(request)
+async def get_admin(request: Request) -> Caller:
+    caller = await get_caller(request)
     if not caller.admin:
         raise NotAllowed("This needs an administrator's key, or the token in the server's data folder.")
     return caller

@@ -259,17 +259,17 @@ class ServerState:
         return AttachmentReader(self.service.media, model.name, accepts, self.fetch_media, model.text_only)
 
 
-def get_state(request: Request) -> ServerState:
+async def get_state(request: Request) -> ServerState:
     state: ServerState = request.app.state.palaver
     return state
 
 
-def get_service(request: Request) -> Service:
-    return get_state(request).service
+async def get_service(request: Request) -> Service:
+    return (await get_state(request)).service
 
 
-def get_closing(request: Request) -> asyncio.Event:
-    return get_state(request).closing
+async def get_closing(request: Request) -> asyncio.Event:
+    return (await get_state(request)).closing
 
 
 StateDep = Annotated[ServerState, Depends(get_state)]
@@ -277,11 +277,11 @@ ServiceDep = Annotated[Service, Depends(get_service)]
 ClosingDep = Annotated[asyncio.Event, Depends(get_closing)]
 
 
-def caller_chat(caller: CallerDep, service: ServiceDep) -> ServerChat:
+async def caller_chat(caller: CallerDep, service: ServiceDep) -> ServerChat:
     return service.chat(caller.owner_id)
 
 
-def _idempotency_header(idempotency_key: Annotated[str | None, Header()] = None) -> str | None:
+async def _idempotency_header(idempotency_key: Annotated[str | None, Header()] = None) -> str | None:
     return idempotency_key
 
 

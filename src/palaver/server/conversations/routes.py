@@ -436,7 +436,7 @@ async def sign_in_callback(request: Request, state: StateDep, again: bool = Fals
     query = request.query_params
     if "code" not in query or "state" not in query:
         raise BadParameter("code", query.get("error", "")[:80], "the sign-in was refused")
-    chat = state.service.chat(get_caller(request).owner_id)
+    chat = state.service.chat((await get_caller(request)).owner_id)
     card = await chat.finish_sign_in(query["state"][:500], query["code"][:8192], query.get("iss"))
     text = f"The tool server {card.name} {card.error}." if card.error else DONE
     return HTMLResponse(f"<!doctype html><meta charset=utf-8><title>Palaver</title><p>{escape(text)}")

@@ -12,12 +12,14 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from palaver.chat.model import Model, text_size
+from palaver.chat.reply_stream import GeneratedReply
 from palaver.errors import BadParameter
 from palaver.formats.base import RenderOptions
 from palaver.generation import Prompt
 from palaver.server.auth import CallerDep
 from palaver.server.openai.audio import AddVoice, voice_output
 from palaver.server.openai.request import (
+    ChatCall,
     api_field_names,
     check_nested_fields,
     conversation_name,
@@ -56,19 +58,21 @@ def chat_router() -> APIRouter:
 async def answer_chat(request: Request, body: ChatRequest, owner: str, state: ServerState) -> Response:
     model = await state.model(body.model)
     with api_field_names():
-        attachments = state.attachments(model)
-        call = await asyncio.to_thread(
-            parse_request, body, model, state.settings, owner, state.reply_index, attachments
-        )
+        call, reply_streams = await asyncio.to_thread(_prepare, body, model, owner, state)
         add_voice: AddVoice | None = None
         if call.output.audio is not None:
             output, add_voice = await voice_output(call.output, owner, state)
             call = replace(call, output=output)
-        reply_streams = await asyncio.to_thread(call.reply_streams)
         completion = CompletionStream(call, reply_streams, state.metrics, state.limiter, state.reply_index)
         deltas = add_voice(completion.deltas()) if add_voice else completion.deltas()
     ignored = ignored_header(ignored_request_fields(body, state.settings, model.format))
     return await respond(request, completion, deltas, ChatEncoder(completion), ignored)
+
+
+def _prepare(body: ChatRequest, model: Model, owner: str, state: ServerState) -> tuple[ChatCall, list[GeneratedReply]]:
+    attachments = state.attachments(model)
+    call = parse_request(body, model, state.settings, owner, state.reply_index, attachments)
+    return call, call.reply_streams()
 
 
 def tokens_router() -> APIRouter:
