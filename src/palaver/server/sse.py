@@ -7,7 +7,6 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Generator, Mapping
 from contextlib import aclosing, asynccontextmanager, suppress
-from types import coroutine
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from starlette.requests import Request
@@ -148,68 +147,89 @@ async def _with_comments(chunks: AsyncGenerator[bytes], describe: Callable[[], s
 class ChunkJoiner:
     """Iterates over the chunks, joined where several are ready at the same time, as the tokens of one engine step are.
 
-    A write costs the server and its client more than the encoding of a chunk. No chunk waits for the next one: the
-    generator is resumed by hand, so that it is known when it has to wait. It is not read ahead while a batch is sent,
-    and a batch has at most `MAX_PENDING_BYTES` and one chunk.
+    A write costs the server and its client more than the encoding of a chunk. No chunk waits for the next one. The
+    generator is not read ahead while a batch is sent, and a batch has at most `MAX_PENDING_BYTES` and one chunk.
     """
 
     def __init__(self, chunks: AsyncGenerator[bytes]) -> None:
         self._chunks = chunks
-        self._step: Any = None
-        """The call of `anext` that waits."""
-        self._awaited: Any = None
-        """The future that it waits for."""
+        self._waiting: _NextChunk | None = None
         self._error: Exception | None = None
 
     def __aiter__(self) -> ChunkJoiner:
         return self
 
-    @coroutine
-    def __anext__(self) -> Generator[Any, Any, bytes]:
+    async def __anext__(self) -> bytes:
         """Raises the error of the chunks' generator after the chunks before it."""
         if self._error is not None:
             raise self._error
-        pending = [] if self._step is None else [(yield from self._wait())]
+        pending = [] if self._waiting is None else [await self._wait(self._waiting)]
         size = sum(map(len, pending))
         while size <= MAX_PENDING_BYTES:
-            step = anext(self._chunks)
+            upcoming = _NextChunk(self._chunks)
             try:
-                self._awaited = step.send(None)
-                self._step = step
-                if pending:
-                    break
-                pending.append((yield from self._wait()))
-            except StopIteration as ready:
-                pending.append(ready.value)
+                chunk = upcoming.begin()
+                if chunk is None:
+                    self._waiting = upcoming
+                    if pending:
+                        break
+                    chunk = await self._wait(upcoming)
             except Exception as error:
                 if not pending:
                     raise
                 self._error = error
                 break
-            size += len(pending[-1])
+            pending.append(chunk)
+            size += len(chunk)
         return b"".join(pending)
 
-    @coroutine
-    def aclose(self) -> Generator[Any, Any, None]:
-        """Stops reading. The generator itself is closed by its owner."""
-        if self._step is None:
-            return
-        with suppress(asyncio.CancelledError, Exception):
-            self._awaited = self._step.throw(asyncio.CancelledError())
-            yield from self._wait()
+    def _wait(self, upcoming: _NextChunk) -> _NextChunk:
+        self._waiting = None
+        return upcoming
 
-    def _wait(self) -> Generator[Any, Any, bytes]:
-        """Resumes the step until it has its chunk."""
-        step, self._step = self._step, None
-        while True:
-            try:
-                resume, value = step.send, (yield self._awaited)
-            except BaseException as error:
-                resume, value = step.throw, error
-            try:
-                self._awaited = resume(value)
-            except StopIteration as ready:
-                return cast("bytes", ready.value)
+    async def aclose(self) -> None:
+        """Stops reading. The generator itself is closed by its owner."""
+        if self._waiting is not None:
+            with suppress(asyncio.CancelledError, Exception):
+                await self._waiting.cancel()
+
+
+class _NextChunk:
+    """A call of `anext` that is begun without waiting, and awaited if it has to wait."""
+
+    def __init__(self, chunks: AsyncGenerator[bytes]) -> None:
+        self._call: Any = anext(chunks)
+        self._begun_with: Any = None
+        """The future that the call waits for, until it is awaited."""
+        self._awaited = False
+
+    def begin(self) -> bytes | None:
+        """The chunk; None if the call has to wait for it. Raises the error of the generator."""
+        try:
+            self._begun_with = self._call.send(None)
+        except StopIteration as ready:
+            return cast("bytes", ready.value)
+        return None
+
+    def cancel(self) -> _NextChunk:
+        """To be awaited: the generator may wait before it ends."""
+        self._begun_with = self._call.throw(asyncio.CancelledError())
+        return self
+
+    def __await__(self) -> Generator[Any, None, bytes]:
+        return cast("Generator[Any, None, bytes]", self)
+
+    def __iter__(self) -> _NextChunk:
+        return self
+
+    def __next__(self) -> Any:
+        if self._awaited:
+            return self._call.send(None)
+        self._awaited = True
+        return self._begun_with
+
+    def throw(self, *error: Any) -> Any:
+        return self._call.throw(*error)
 
 
 async def wait_disconnected(receive: Receive) -> None:
