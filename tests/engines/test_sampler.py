@@ -216,6 +216,29 @@ def test_the_likeliest_tokens_are_found_in_order(seed: int, size: int, count: in
     assert _Row(scores).likeliest(count).tolist() == order[:count]
 
 
+@pytest.mark.parametrize("allowed", [1, 2, 10, 300])
+def test_where_few_tokens_are_allowed_nothing_is_selected_among_all(
+    allowed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """numpy's selection takes ten to a hundred times as long where most numbers are equal."""
+    size, sampling = 20_000, Sampling(temperature=0.6, top_k=20, top_p=0.95, logprobs=5, seed=1)
+    logits = np.full((1, size), -np.inf, dtype=np.float32)
+    logits[0, np.random.default_rng(0).permutation(size)[:allowed]] = 1.0
+    prompt, sizes, partition = Prompt((1,)), [0], np.partition
+    one = LogitsProcessor(prompt, sampling, 0, ReplyState(prompt, sampling, [b"x"] * size), size)
+
+    def recorded(array: Any, *arguments: Any) -> Any:
+        sizes.append(len(array))
+        return partition(array, *arguments)
+
+    monkeypatch.setattr(np, "partition", recorded)
+    (step,) = HostLogits(logits).sample([one])
+    assert isinstance(step, Step)
+    assert logits[0, step.token_id] == 1.0
+    assert len(step.drawn_from) == 5
+    assert max(sizes) <= 2 * BLOCK
+
+
 def test_token_ids_out_of_the_vocabulary_are_refused() -> None:
     for sampling in (Sampling(logit_bias=((SIZE, 1.0),)), Sampling(banned_ids=(-1,))):
         with pytest.raises(BadParameter, match="token ids go from 0"):

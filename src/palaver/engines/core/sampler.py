@@ -111,7 +111,7 @@ def _typical(weights: Weights, typical_p: float, all_tokens: Distribution) -> We
 
 def _top_p(weights: Weights, top_p: float, total: float | None) -> Weights:
     """The likeliest tokens that together reach the probability."""
-    ordered = np.sort(weights)[::-1]
+    ordered = np.sort(weights[weights > 0])[::-1]
     target = top_p * (weights.sum() if total is None else total)
     last = int(ordered.cumsum().searchsorted(target))
     return weights * (weights >= ordered[min(last, len(ordered) - 1)])
@@ -268,11 +268,11 @@ class _Row:
 
     @property
     def maxima(self) -> Scores:
-        """Of tokens that lie `stride` apart, and of the rest."""
+        """Of the tokens in each of `columns`, and of the rest."""
         if self._maxima is None:
-            stride = len(self.scores) // BLOCK
-            maxima = self.scores[: stride * BLOCK].reshape(BLOCK, stride).max(0)
-            rest = self.scores[stride * BLOCK :]
+            depth, columns = _columns(len(self.scores))
+            maxima = self.scores[: depth * columns].reshape(depth, columns).max(0)
+            rest = self.scores[depth * columns :]
             self._maxima = np.append(maxima, rest.max()) if len(rest) else maxima
         return self._maxima
 
@@ -323,17 +323,38 @@ class _Row:
         return self._best[:count]
 
     def _find_likeliest(self, count: int) -> Ids:
-        stride = len(self.scores) // BLOCK
-        ids: Ids | None = None
-        if stride > 2 * count:
-            maxima = self.maxima[:stride]
-            columns = np.flatnonzero(maxima >= np.partition(maxima, -count)[-count])
-            ids = np.add.outer(np.arange(0, stride * BLOCK, stride), columns).ravel()
-            ids = np.concatenate((ids, np.arange(stride * BLOCK, len(self.scores))))
-        values = self.scores if ids is None else self.scores[ids]
-        places = np.flatnonzero(values >= np.partition(values, -count)[-count])
-        found = places if ids is None else np.sort(ids[places])
-        return found[np.argsort(-self.scores[found], kind="stable")][:count]
+        found = self._reaching(count)
+        if len(found) > 4 * count:  # sorting takes longer
+            values = self.scores[found]
+            found = found[values >= np.partition(values, -count)[-count]]
+        best = found[np.argsort(-self.scores[found], kind="stable")][:count]
+        if len(best) < count:  # all others are minus infinity
+            others = np.flatnonzero(self.scores[: count + len(best)] == -np.inf)
+            best = np.concatenate((best, others[: count - len(best)]))
+        return best
+
+    def _reaching(self, count: int) -> Ids:
+        """The ids of at least `count` tokens, the likeliest among them, or of all above minus infinity: in ascending
+        order. Selecting among all tokens would take long where most of them are equal."""
+        depth, columns = _columns(len(self.scores))
+        least = -np.inf
+        if count <= columns:
+            maxima = self.maxima[:columns]
+            least = np.partition(maxima, -count)[-count]
+        if least == -np.inf:
+            return np.flatnonzero(self.scores > -np.inf)
+        if len(self.scores) <= SMALL_VOCABULARY:
+            return np.flatnonzero(self.scores >= least)
+        likely = np.flatnonzero(maxima >= least)
+        ids = np.add.outer(np.arange(0, depth * columns, columns), likely).ravel()
+        ids = np.concatenate((ids, np.arange(depth * columns, len(self.scores))))
+        return np.sort(ids[self.scores[ids] >= least])
+
+
+def _columns(size: int) -> tuple[int, int]:
+    """Tokens are looked for by the maxima of columns: how many tokens a column has, and how many columns there are."""
+    depth = max(1, min(size // BLOCK, BLOCK))
+    return depth, size // depth
 
 
 class _Drawn(NamedTuple):
@@ -434,8 +455,13 @@ def _top_k_ids(row: _Row, top_k: int, count: int) -> Ids:
     """In ascending order. Tokens as likely as the last one are kept too."""
     if top_k < SHORTLIST:
         best = row.likeliest(max(count, top_k + 1))
-        if row.scores[best[top_k]] < row.scores[best[top_k - 1]]:
+        scores = row.scores[best]
+        if scores[top_k] < scores[top_k - 1]:
             return np.sort(best[:top_k])
+        if scores[top_k - 1] == -np.inf:
+            left = np.count_nonzero(scores > -np.inf)  # sums of two have the same bits without all the zeros
+            return np.sort(best[:left]) if left <= 2 else np.arange(len(row.scores))
+        return np.flatnonzero(row.scores >= scores[top_k - 1])
     return np.flatnonzero(row.scores >= np.partition(row.scores, -top_k)[-top_k])
 
 
