@@ -4,9 +4,10 @@ python -m benchmarks.speculation                       tokens a second with draf
 python -m benchmarks.speculation --shape 0.6B          the same with random weights in the shape of Qwen3-0.6B
 python -m benchmarks.speculation --identical 1000      sampled replies with and without drafts, token for token
 
-One stream, compiled steps, without a server; tokens a second from the first token to the last, each reply with and
-without drafts in turn. Neither model can copy long texts by itself: where a reply edits a text of the prompt, a grammar
-makes it write that text, and the time of the grammar, which drafts don't save, counts in both figures.
+One stream, compiled steps, without a server; from the first token of a reply to its last, each reply with and without
+drafts in turn: processor time, which holds on a busy machine, and wall time. Neither model can copy long texts by
+itself: where a reply edits a text of the prompt, the tokens of that text are made certain in the logits, as they are of
+a model that can. One kind has a grammar that allows these tokens alone, in place of that.
 """
 
 from __future__ import annotations
@@ -21,23 +22,31 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
 
 import palaver.models
 from palaver.chat.model import Model
 from palaver.chat.reply_stream import ReplyRequest
 from palaver.constraints import Grammar, MarkerConstraint
+from palaver.engines.compiled.decoder import CompiledDecoder, CompiledRunner, Rows
 from palaver.engines.compiled.engine import load
 from palaver.engines.core.engine import LocalEngine
+from palaver.engines.core.generation import LocalGeneration
 from palaver.engines.core.options import EngineOptions
 from palaver.formats.base import RenderOptions
 from palaver.formats.loader import load_format
 from palaver.formats.tokenizer import load_tokenizer
-from palaver.generation import Prompt, Step
+from palaver.generation import Step
 from palaver.messages import user
 from palaver.sampling import Sampling
 
 SPROUT = Path(palaver.models.__file__).parent / "sprout"
 TOKENIZER = load_tokenizer(SPROUT)
+CERTAIN = np.float32(60)
+"""What the logit of a token is raised by that is certain."""
 STORED = Sampling(temperature=0.6, top_k=20, top_p=0.95, logprobs=5, max_tokens=400)
 """The settings of a stored turn."""
 TEXT = (
@@ -66,95 +75,154 @@ QUESTIONS = (
 
 
 @dataclass(frozen=True, slots=True)
+class Case:
+    text: str
+    """Of the user."""
+    sampling: Sampling
+    written: tuple[int, ...] = ()
+    """The tokens that the model is made to write, if any."""
+
+
+@dataclass(frozen=True, slots=True)
 class Kind:
     name: str
-    cases: tuple[tuple[str, Sampling], ...]
+    cases: tuple[Case, ...]
 
 
-def edited(text: str, old: str, new: str) -> Sampling:
-    """Makes a model write the text with this change, in the tokens that a model which knows how to copy would use."""
+def edit(request: str, text: str, old: str, new: str) -> Case:
+    """The model writes the text with this change, in the tokens that a model which knows how to copy would use."""
     assert old in text
-    ids = TOKENIZER.encode([text.replace(old, new)])
+    end = TOKENIZER.vocabulary.index(b"<|im_end|>")
+    written = (*TOKENIZER.encode([text.replace(old, new)]), end)
+    return Case(f"{request}:\n{text}", replace(STORED, max_tokens=700), written)
+
+
+def held(case: Case) -> Case:
+    """The same tokens, held by a grammar."""
+    ids = case.written[:-1]
     grammar = "start: " + " ".join(f"<[{token_id}]>" for token_id in ids)
     constraint = MarkerConstraint(Grammar.LARK, grammar, tuple(sorted(set(ids))))
     thought = TOKENIZER.vocabulary.index(b"<think>")  # the grammar begins behind thoughts, and there are none to copy
-    return replace(STORED, max_tokens=700, constraint=constraint, banned_ids=(thought,))
+    return Case(case.text, replace(case.sampling, constraint=constraint, banned_ids=(thought,)))
 
 
+JSON = edit("Set the stock of item 5 to 0", RECORDS, "15}", "0}")
 KINDS = (
-    Kind("a text with one change", ((f"Write it with a red ship:\n{TEXT}", edited(TEXT, "two ships", "a red ship")),)),
-    Kind("an edit of code", ((f"Rename tax to rate:\n{CODE}", edited(CODE, "tax", "rate")),)),
-    Kind("JSON with one change", ((f"Set the stock of item 5 to 0:\n{RECORDS}", edited(RECORDS, "15}", "0}")),)),
-    Kind("Sprout's own replies", tuple((question, STORED) for question in QUESTIONS)),
-    Kind("prose", tuple((q, replace(STORED, temperature=1.3, top_p=1.0, top_k=0)) for q in QUESTIONS[-3:])),
+    Kind("a text with one change", (edit("Write it with a red ship", TEXT, "two ships", "a red ship"),)),
+    Kind("an edit of code", (edit("Rename tax to rate", CODE, "tax", "rate"),)),
+    Kind("JSON with one change", (JSON,)),
+    Kind("the same in a grammar", (held(JSON),)),
+    Kind("Sprout's own replies", tuple(Case(question, STORED) for question in QUESTIONS)),
+    Kind("prose", tuple(Case(q, replace(STORED, temperature=1.3, top_p=1.0, top_k=0)) for q in QUESTIONS[-3:])),
 )
 
 
-async def reply(engine: LocalEngine, prompt: Prompt, sampling: Sampling) -> list[Step]:
-    async with engine.generate(prompt, sampling) as outputs:
-        return [output async for output in outputs if isinstance(output, Step)]
+class CopyingDecoder:
+    """A decoder that is certain of given tokens at given positions."""
+
+    def __init__(self, decoder: CompiledDecoder) -> None:
+        self._decoder = decoder
+        self.written: dict[int, int] = {}
+
+    def run(self, rows: Rows, threads: int) -> NDArray[np.float32]:
+        logits = self._decoder.run(rows, threads)
+        if self.written:
+            for row, position in enumerate(rows.array[rows.array[:, 5] != 0, 4].tolist()):
+                if position + 1 in self.written:
+                    logits[row, self.written[position + 1]] += CERTAIN
+        return logits
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """An engine over a decoder that copies."""
+
+    engine: LocalEngine
+    decoder: CopyingDecoder
+
+    @classmethod
+    def of(cls, engine: LocalEngine) -> Self:
+        runner = engine._runner
+        assert isinstance(runner, CompiledRunner)
+        decoder = CopyingDecoder(runner._decoder)
+        runner._decoder = decoder  # type: ignore[assignment]
+        return cls(engine, decoder)
+
+    def generate(self, model: Model, case: Case, sampling: Sampling) -> LocalGeneration:
+        options = RenderOptions(thinking=None if case.text in QUESTIONS else False)
+        prompt = model.prompt(ReplyRequest((user(case.text),), STORED, options=options))
+        self.decoder.written = {len(prompt) + place: token_id for place, token_id in enumerate(case.written)}
+        return self.engine.generate(prompt, sampling)
 
 
 @dataclass
 class Measured:
     tokens: int = 0
     seconds: float = 0.0
+    cpu_seconds: float = 0.0
     drafted: int = 0
     accepted: int = 0
 
-    @property
-    def pace(self) -> float:
-        return self.tokens / self.seconds
-
-    async def add(self, engine: LocalEngine, prompt: Prompt, sampling: Sampling) -> None:
+    async def add(self, bench: Bench, model: Model, case: Case, sampling: Sampling) -> None:
         """Counts the tokens of a reply behind its first one."""
-        before, began = engine.statistics, 0.0
-        async with engine.generate(prompt, sampling) as outputs:
+        before, began, cpu_began = bench.engine.statistics, 0.0, 0.0
+        async with bench.generate(model, case, sampling) as outputs:
             async for output in outputs:
                 if isinstance(output, Step):
                     self.tokens += bool(began)
-                    began = began or time.perf_counter()
+                    if not began:
+                        began, cpu_began = time.perf_counter(), time.process_time()
         self.seconds += time.perf_counter() - began
-        self.drafted += engine.statistics.draft_tokens - before.draft_tokens
-        self.accepted += engine.statistics.accepted_tokens - before.accepted_tokens
+        self.cpu_seconds += time.process_time() - cpu_began
+        self.drafted += bench.engine.statistics.draft_tokens - before.draft_tokens
+        self.accepted += bench.engine.statistics.accepted_tokens - before.accepted_tokens
 
 
-def rendered(model: Model, text: str) -> Prompt:
-    options = RenderOptions(thinking=None if text in QUESTIONS else False)
-    return model.prompt(ReplyRequest((user(text),), STORED, options=options))
+async def compare_speed(model: Model, benches: Sequence[Bench], kind: Kind, rounds: int, max_tokens: int) -> None:
+    wall, cpu, both = [], [], [Measured(), Measured()]
+    for seed in range(-1, rounds):  # the first round warms up
+        now = [Measured(), Measured()]
+        for case in kind.cases:
+            limit = min(max_tokens, case.sampling.max_tokens or max_tokens)
+            for measured, bench in zip(now, benches, strict=True):
+                await measured.add(bench, model, case, replace(case.sampling, seed=seed + 1, max_tokens=limit))
+        if seed < 0:
+            continue
+        wall.append(now[1].seconds / now[0].seconds)
+        cpu.append(now[1].cpu_seconds / now[0].cpu_seconds)
+        for total, measured in zip(both, now, strict=True):
+            for name in vars(total):
+                setattr(total, name, getattr(total, name) + getattr(measured, name))
+    fast, plain = both
+    share = 100 * fast.accepted / fast.drafted if fast.drafted else 0
+    print(
+        f"{kind.name}: {in_short(cpu)} of processor time, {in_short(wall)} of wall time, "
+        f"{fast.tokens / fast.seconds:.0f} and {plain.tokens / plain.seconds:.0f} tokens/s, "
+        f"{1e3 * fast.cpu_seconds / fast.tokens:.3f} and {1e3 * plain.cpu_seconds / plain.tokens:.3f} ms a token, "
+        f"{share:.0f}% of {fast.drafted} drafted tokens accepted",
+        flush=True,
+    )
 
 
-async def compare_speed(model: Model, engines: Sequence[LocalEngine], rounds: int, max_tokens: int) -> None:
-    for kind in KINDS:
-        ratios, both = [], [Measured(), Measured()]
-        for seed in range(rounds):
-            now = [Measured(), Measured()]
-            for text, sampling in kind.cases:
-                sampling = replace(sampling, seed=seed, max_tokens=min(max_tokens, sampling.max_tokens or max_tokens))
-                for measured, engine in zip(now, engines, strict=True):
-                    await measured.add(engine, rendered(model, text), sampling)
-            ratios.append(now[0].pace / now[1].pace)
-            for total, measured in zip(both, now, strict=True):
-                total.tokens, total.seconds = total.tokens + measured.tokens, total.seconds + measured.seconds
-                total.drafted, total.accepted = total.drafted + measured.drafted, total.accepted + measured.accepted
-        fast, plain = both
-        share = 100 * fast.accepted / fast.drafted if fast.drafted else 0
-        print(
-            f"{kind.name}: {statistics.median(ratios):.2f} times ({min(ratios):.2f} to {max(ratios):.2f}), "
-            f"{fast.pace:.0f} and {plain.pace:.0f} tokens/s, {share:.0f}% of {fast.drafted} drafted tokens accepted",
-            flush=True,
-        )
+def in_short(ratios: Sequence[float]) -> str:
+    return f"{statistics.median(ratios):.2f} times ({min(ratios):.2f} to {max(ratios):.2f})"
 
 
-async def compare_replies(model: Model, engines: Sequence[LocalEngine], count: int, seed: int) -> int:
+async def reply(bench: Bench, model: Model, case: Case, sampling: Sampling) -> list[Step]:
+    async with bench.generate(model, case, sampling) as outputs:
+        return [output async for output in outputs if isinstance(output, Step)]
+
+
+async def compare_replies(model: Model, benches: Sequence[Bench], count: int, seed: int) -> int:
     chance, different, tokens = random.Random(seed), 0, 0
     for number in range(count):
-        text, sampling = chance.choice([case for kind in KINDS for case in kind.cases])
-        sampling = replace(sampling, seed=number, temperature=chance.choice([0.0, 0.6, 1.0]), max_tokens=150)
-        one, other = await asyncio.gather(*(reply(engine, rendered(model, text), sampling) for engine in engines))
+        case = chance.choice([case for kind in KINDS for case in kind.cases])
+        sampling = replace(case.sampling, seed=number, temperature=chance.choice([0.0, 0.6, 1.0]), max_tokens=150)
+        one, other = await asyncio.gather(*(reply(bench, model, case, sampling) for bench in benches))
         different += one != other
         tokens += len(one)
-    print(f"{count} replies, {tokens} tokens: {different} differ; {engines[0].statistics.accepted_tokens} accepted")
+    accepted = benches[0].engine.statistics.accepted_tokens
+    print(f"{count} replies, {tokens} tokens: {different} differ; {accepted} accepted")
     return different
 
 
@@ -164,25 +232,27 @@ async def main() -> int:
     parser.add_argument("--identical", type=int, default=0, help="compare so many sampled replies instead")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--shape", choices=("sprout", "0.6B"), default="sprout")
+    parser.add_argument("--kind", type=int, help="only this kind of text, from 0 on")
     parser.add_argument("--max-tokens", type=int, default=700, help="of each reply")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        engines = load_pair(SPROUT if options.shape == "sprout" else random_model(Path(folder), options.shape))
-    model = Model(engines[0], load_format(SPROUT, TOKENIZER))
+        benches = load_pair(SPROUT if options.shape == "sprout" else random_model(Path(folder), options.shape))
+    model = Model(benches[0].engine, load_format(SPROUT, TOKENIZER))
     try:
         if options.identical:
-            return int(await compare_replies(model, engines, options.identical, options.seed) > 0)
-        await compare_speed(model, engines, options.rounds, options.max_tokens)
+            return int(await compare_replies(model, benches, options.identical, options.seed) > 0)
+        for kind in KINDS if options.kind is None else [KINDS[options.kind]]:
+            await compare_speed(model, benches, kind, options.rounds, options.max_tokens)
         return 0
     finally:
-        for engine in engines:
-            await engine.close()
+        for bench in benches:
+            await bench.engine.close()
 
 
-def load_pair(folder: Path) -> list[LocalEngine]:
+def load_pair(folder: Path) -> list[Bench]:
     """The engine with drafts and the one without."""
     options = [EngineOptions(speculate=drafts) for drafts in (True, False)]
-    return [load(folder, vocabulary=TOKENIZER.vocabulary, options=one) for one in options]
+    return [Bench.of(load(folder, vocabulary=TOKENIZER.vocabulary, options=one)) for one in options]
 
 
 def random_model(folder: Path, shape: str) -> Path:

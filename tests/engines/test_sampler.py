@@ -12,12 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from palaver.engines.core.batch_sampler import BLOCK
 from palaver.engines.core.generation import PendingStep
 from palaver.engines.core.logits_changes import LogitsChanges, TokenCounts, TokenMask
 from palaver.engines.core.logits_processor import LogitsProcessor
 from palaver.engines.core.reply_state import ReplyState
 from palaver.engines.core.rng import uniform
-from palaver.engines.core.sampler import BLOCK, HostLogits, _Row
+from palaver.engines.core.sampler import HostLogits, _Row
 from palaver.engines.core.token_masks import BannedStrings, VocabularyIndex
 from palaver.engines.torch.device_changes import MANY_IDS, CountTable, DeviceChanges
 from palaver.engines.torch.device_sampler import DeviceSampler
@@ -91,6 +92,58 @@ def test_a_batch_of_anything_agrees_with_the_oracle(rows: list[tuple[Sampling, l
         assert isinstance(out, Step)
         assert margin < reference.MARGIN or out.token_id == expected
         assert out.logprob == pytest.approx(float(logits[row].log_softmax(-1)[out.token_id]), abs=1e-5)
+
+
+drawn_alike = st.builds(
+    Sampling,
+    temperature=st.sampled_from([0.0, 0.3, 0.6, 1.0, 2.0]),
+    top_k=st.sampled_from([0, 1, 5, 20, 300]),
+    top_p=st.sampled_from([1.0, 0.95, 0.3]),
+    min_p=st.sampled_from([0.0, 0.05]),
+    logprobs=st.sampled_from([0, 1, 5]),
+    seed=st.integers(0, 2**63 - 1),
+)
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(
+    drawn_alike,
+    st.sampled_from([7, 200, 300, 4096, 5001]),
+    st.sampled_from([0, 1, 7]),
+    st.integers(1, 9),
+    st.sampled_from([0, 1, 3, 40, 10**6]),
+)
+def test_rows_that_are_sampled_together_have_the_bits_of_single_ones(
+    sampling: Sampling, size: int, decimals: int, count: int, possible: int
+) -> None:
+    """A batch of replies, and rows of one reply. Rounded rows have ties, and some rows have few possible tokens."""
+    rng = np.random.default_rng(size + count + possible)
+    logits = (rng.normal(size=(count, size)) * 3).round(decimals).astype(np.float32)
+    for row in logits[::2]:
+        row[rng.permutation(size)[possible:]] = -np.inf
+    prompt = Prompt((1, 2))
+
+    def reply(choice: int, reply_ids: Sequence[int] = ()) -> LogitsProcessor:
+        state = ReplyState(replace(prompt, reply_ids=tuple(reply_ids)), sampling, [b"x"] * size)
+        return LogitsProcessor(prompt, sampling, choice, state, size)
+
+    replies = [reply(choice) for choice in range(count)]
+    alone = [HostLogits(logits[row : row + 1]).sample([one])[0] for row, one in enumerate(replies)]
+    assert list(map(repr, HostLogits(logits).sample(replies))) == list(map(repr, alone))
+    ahead = HostLogits(logits).sample_ahead(0, count, reply(0))
+    for row, step in enumerate(ahead):
+        (expected,) = HostLogits(logits[row : row + 1]).sample([reply(0, [3] * row)])
+        assert step is None or repr(step) == repr(expected)
+
+
+def test_rows_ahead_are_sampled_for_replies_that_draw_freely() -> None:
+    logits = HostLogits(np.random.default_rng(0).normal(size=(4, SIZE)).astype(np.float32))
+    free = Sampling(temperature=0.6, top_k=20, top_p=0.95, logprobs=5)
+    for sampling in (free, replace(free, logprobs=0), Sampling(), Sampling(temperature=0)):
+        assert None not in logits.sample_ahead(0, 4, processor(sampling))
+        assert len(logits.sample_ahead(1, 3, processor(sampling))) == 3
+    for sampling in (replace(free, repetition_penalty=1.1), replace(free, min_tokens=3), replace(free, typical_p=0.5)):
+        assert not logits.sample_ahead(0, 4, processor(sampling))
 
 
 def test_draws_follow_the_distribution() -> None:

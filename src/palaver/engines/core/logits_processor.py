@@ -80,6 +80,11 @@ class LogitsProcessor:
         return self._always_active or self._is_healing or len(self.reply.token_ids) < self.sampling.min_tokens
 
     @property
+    def draws_freely(self) -> bool:
+        """Whether the next token follows from the model's own logits and a random number alone."""
+        return not self.is_active and self.reply.forced_id is None
+
+    @property
     def _is_healing(self) -> bool:
         return self._healing is not None and bool(self._healing.remaining)
 
@@ -87,9 +92,9 @@ class LogitsProcessor:
         """From the next token on the reply first writes the bytes that were cut off at its seam."""
         self._healing = healing
 
-    def uniform(self) -> float:
-        """The random number of the next token."""
-        return self._uniforms[len(self.reply.token_ids)]
+    def uniform(self, ahead: int = 0) -> float:
+        """The random number of the next token, or of one that comes so many tokens later."""
+        return self._uniforms[len(self.reply.token_ids) + ahead]
 
     @property
     def uniform_state(self) -> int:

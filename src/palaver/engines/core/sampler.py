@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from palaver.engines.core.batch_sampler import BLOCK, can_batch, sample_batch, split_columns
 from palaver.engines.core.generation import PendingStep
 from palaver.engines.core.logits_changes import Ids, Scores
 from palaver.engines.core.logits_processor import LogitsProcessor
@@ -153,11 +154,10 @@ SAMPLER_VERSION = 2
 """Raised when the same logits, settings and seed may give another token than before."""
 SHORTLIST = 1024
 """Up to this top_k the likeliest tokens are looked for in the blocks with the greatest maxima."""
-BLOCK = 256
 LOWEST = np.float32(-1e30)
 """In place of minus infinity, where its product with a weight of 0 must be 0."""
 SMALL_VOCABULARY = 1 << 14
-"""Up to this size greedy rows are computed together: the calls cost more than the numbers."""
+"""Up to this size rows are computed together: the calls cost more than the numbers."""
 NEGLIGIBLE = (1e-2, 1e-4, 1e-6)
 """Tokens this much less likely than the likeliest one are looked at only if the others don't decide."""
 
@@ -204,12 +204,51 @@ def sample_rows(logits: Scores, processors: Sequence[LogitsProcessor]) -> list[S
         small = len(processors) > 1 and logits.shape[1] <= SMALL_VOCABULARY
         if small and not any(map(_needs_own_pass, processors)):
             return _sample_greedy(logits, processors)
-        return [_sample_row(row, processor) for row, processor in zip(logits, processors, strict=True)]
+        steps = _sample_batches(logits, processors) if small else {}
+        return [
+            steps.get(row) or _sample_row(logits[row], processor)  # a step is true
+            for row, processor in enumerate(processors)
+        ]
+
+
+def _sample_batches(logits: Scores, processors: Sequence[LogitsProcessor]) -> dict[int, Step]:
+    """The steps of rows that are sampled with others, by row."""
+    batches: dict[tuple[float, ...], list[int]] = {}
+    for row, processor in enumerate(processors):
+        if _needs_own_pass(processor) and _can_batch(processor):
+            one = processor.sampling
+            batches.setdefault((one.temperature, one.top_k, one.top_p, one.min_p, one.logprobs), []).append(row)
+    steps: dict[int, Step] = {}
+    for rows in batches.values():
+        if len(rows) > 1:
+            uniforms = [processors[row].uniform() for row in rows]
+            scores = logits if len(rows) == len(logits) else logits[rows]
+            found = sample_batch(scores, processors[rows[0]].sampling, uniforms)
+            steps |= {row: step for row, step in zip(rows, found, strict=True) if step is not None}
+    return steps
+
+
+def _can_batch(processor: LogitsProcessor) -> bool:
+    sampling = processor.sampling
+    return processor.draws_freely and not has_rare_filter(sampling) and can_batch(sampling, processor.vocabulary_size)
+
+
+def sample_ahead(logits: Scores, processor: LogitsProcessor) -> Sequence[Step | PalaverError | None]:
+    """The next tokens of one reply, a row each, as if each were the one that the next row was computed with. None, or
+    missing, where a token has to be sampled by itself, once those before it are known."""
+    if logits.shape[1] > SMALL_VOCABULARY:
+        return []
+    with np.errstate(invalid="ignore"):
+        if not _needs_own_pass(processor):
+            return _sample_greedy(logits, [processor] * len(logits))
+        if not _can_batch(processor):
+            return []
+        return sample_batch(logits, processor.sampling, [processor.uniform(ahead) for ahead in range(len(logits))])
 
 
 def _needs_own_pass(processor: LogitsProcessor) -> bool:
-    changes = processor.is_active or processor.reply.forced_id is not None
-    return changes or processor.sampling.temperature > 0 or processor.sampling.logprobs > 0
+    sampling = processor.sampling
+    return not processor.draws_freely or sampling.temperature > 0 or sampling.logprobs > 0
 
 
 def _sample_greedy(logits: Scores, processors: Sequence[LogitsProcessor]) -> list[Step | PalaverError]:
@@ -270,7 +309,7 @@ class _Row:
     def maxima(self) -> Scores:
         """Of the tokens in each of `columns`, and of the rest."""
         if self._maxima is None:
-            depth, columns = _columns(len(self.scores))
+            depth, columns = split_columns(len(self.scores))
             maxima = self.scores[: depth * columns].reshape(depth, columns).max(0)
             rest = self.scores[depth * columns :]
             self._maxima = np.append(maxima, rest.max()) if len(rest) else maxima
@@ -336,7 +375,7 @@ class _Row:
     def _reaching(self, count: int) -> Ids:
         """The ids of at least `count` tokens, the likeliest among them, or of all above minus infinity: in ascending
         order. Selecting among all tokens would take long where most of them are equal."""
-        depth, columns = _columns(len(self.scores))
+        depth, columns = split_columns(len(self.scores))
         least = -np.inf
         if count <= columns:
             maxima = self.maxima[:columns]
@@ -349,12 +388,6 @@ class _Row:
         ids = np.add.outer(np.arange(0, depth * columns, columns), likely).ravel()
         ids = np.concatenate((ids, np.arange(depth * columns, len(self.scores))))
         return np.sort(ids[self.scores[ids] >= least])
-
-
-def _columns(size: int) -> tuple[int, int]:
-    """Tokens are looked for by the maxima of columns: how many tokens a column has, and how many columns there are."""
-    depth = max(1, min(size // BLOCK, BLOCK))
-    return depth, size // depth
 
 
 class _Drawn(NamedTuple):
@@ -504,6 +537,12 @@ class Logits(Protocol):
     @property
     def nbytes(self) -> int: ...
 
+    def sample_ahead(self, row: int, count: int, processor: LogitsProcessor) -> Sequence[SampledStep | None]:
+        """The tokens of `count` rows from this one on, which belong to one reply, if every token is the one that the
+        next row was computed with. None, or missing, where a token has to be sampled once those before it are known.
+        Holds for as long as the processor `draws_freely`."""
+        ...
+
     def sample(self, processors: Sequence[LogitsProcessor], next_pass: NextPass | None = None) -> Sequence[SampledStep]:
         """The next token of each row, or the error that prevents one. Rows are independent of each other.
 
@@ -539,6 +578,9 @@ class HostLogits:
     @property
     def nbytes(self) -> int:
         return self.array.nbytes
+
+    def sample_ahead(self, row: int, count: int, processor: LogitsProcessor) -> Sequence[SampledStep | None]:
+        return sample_ahead(self.array[row : row + count], processor)
 
     def sample(
         self, processors: Sequence[LogitsProcessor], next_pass: NextPass | None = None

@@ -294,11 +294,10 @@ class Scheduler:
             as_engine_error(error)  # raises where the device is lost; else it is tried without drafts
             return False
         first_rows = accumulate((1 + len(draft) for draft in drafts), initial=0)
-        verified = list(zip(sequences, drafts, first_rows, strict=False))
+        verified = [_Verified.of(*one, logits) for one in zip(sequences, drafts, first_rows, strict=False)]
         accepted = 0
         while verified:
-            rows = [first + accepted for _, _, first in verified]
-            steps = _sample(logits.select(rows), [sequence for sequence, _, _ in verified])
+            steps = _sample_verified(logits, verified, accepted)
             if not accepted and self._runner.run_ahead is None:
                 extra = self._pass_costs.record_drafting(len(sequences), drafted, time.perf_counter() - began)
             held = [self._accept(*one, accepted, extra) for one in zip(verified, steps, strict=True)]
@@ -319,12 +318,10 @@ class Scheduler:
             sequence.drafts = DraftLookup(sequence.token_ids)
         return sequence.drafts
 
-    def _accept(
-        self, verified: tuple[SequenceState, Sequence[int], int], step: SampledStep, accepted: int, extra: float
-    ) -> bool:
+    def _accept(self, verified: _Verified, step: SampledStep, accepted: int, extra: float) -> bool:
         """Emits the token after so many accepted ones. Returns whether the draft holds it, too. `extra`: what each
         draft token cost."""
-        sequence, draft, _ = verified
+        sequence, draft = verified.sequence, verified.draft
         self._emit(sequence, step)
         runs = self._running.get(sequence.generation) is sequence
         holds = runs and accepted < len(draft) and sequence.token_ids[-1] == draft[accepted]
@@ -496,6 +493,43 @@ class _AheadPass:
     def drop_all(self) -> None:
         for row in range(len(self._continued)):
             self.drop(row)
+
+
+@dataclass(frozen=True, slots=True)
+class _Verified:
+    """A sequence whose draft was computed: its rows of the logits begin at `first_row`."""
+
+    sequence: SequenceState
+    draft: Sequence[int]
+    first_row: int
+    steps: Sequence[SampledStep | None]
+    """As of `Logits.sample_ahead`."""
+
+    @classmethod
+    def of(cls, sequence: SequenceState, draft: Sequence[int], first_row: int, logits: Logits) -> _Verified:
+        steps: Sequence[SampledStep | None] = ()
+        try:
+            if draft:
+                steps = logits.sample_ahead(first_row, 1 + len(draft), sequence.processor)
+        except Exception as error:
+            as_engine_error(error)  # raises where the device is lost; else each row is tried alone
+        return cls(sequence, draft, first_row, steps)
+
+    def step(self, accepted: int) -> SampledStep | None:
+        """The token after so many accepted ones, if it is sampled already."""
+        known = accepted < len(self.steps) and self.sequence.processor.draws_freely
+        return self.steps[accepted] if known else None
+
+
+def _sample_verified(logits: Logits, verified: Sequence[_Verified], accepted: int) -> list[SampledStep]:
+    """The next token of each sequence, after so many accepted ones."""
+    steps = [one.step(accepted) for one in verified]
+    missing = [one for one, step in zip(verified, steps, strict=True) if step is None]
+    if missing:
+        rows = [one.first_row + accepted for one in missing]
+        sampled = iter(_sample(logits.select(rows), [one.sequence for one in missing]))
+        return [next(sampled) if step is None else step for step in steps]
+    return [step for step in steps if step is not None]
 
 
 def _sample(logits: Logits, sequences: list[SequenceState], ahead: _AheadPass | None = None) -> Sequence[SampledStep]:

@@ -103,6 +103,9 @@ class DeviceLogits:
     def nbytes(self) -> int:
         return self.tensor.nbytes
 
+    def sample_ahead(self, row: int, count: int, processor: LogitsProcessor) -> Sequence[SampledStep | None]:
+        return ()
+
     def sample(self, processors: Sequence[LogitsProcessor], next_pass: NextPass | None = None) -> list[SampledStep]:
         if next_pass is not None and self.tensor.dtype == torch.float32:
             self.tensor = self.tensor.clone()  # the next pass may overwrite it while this one is read

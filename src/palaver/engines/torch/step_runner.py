@@ -96,6 +96,9 @@ class SampledLogits:
     def nbytes(self) -> int:
         return len(self._rows) * self._tensor[:1].nbytes
 
+    def sample_ahead(self, row: int, count: int, processor: LogitsProcessor) -> Sequence[SampledStep | None]:
+        return ()
+
     def sample(self, processors: Sequence[LogitsProcessor], next_pass: NextPass | None = None) -> list[SampledStep]:
         results = self._results
         if not all(map(self._is_decided, processors)):
