@@ -124,8 +124,8 @@ class CopyingDecoder:
         self._decoder = decoder
         self.written: dict[int, int] = {}
 
-    def run(self, rows: Rows, threads: int) -> NDArray[np.float32]:
-        logits = self._decoder.run(rows, threads)
+    def run(self, rows: Rows, threads: int, memory: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
+        logits = self._decoder.run(rows, threads, memory)
         if self.written:
             for row, position in enumerate(rows.array[rows.array[:, 5] != 0, 4].tolist()):
                 if position + 1 in self.written:

@@ -16,7 +16,17 @@ from palaver.engines.compiled.engine import load
 from palaver.engines.core.engine import LocalEngine
 from palaver.engines.core.options import EngineOptions
 from palaver.engines.core.scheduler import SchedulerLimits
-from palaver.engines.core.speculation import ALLOWANCE, DRAFT_LENGTHS, FIRST_CREDIT, NGRAM, DraftLookup, PassCosts
+from palaver.engines.core.speculation import (
+    ALLOWANCE,
+    DRAFT_LENGTHS,
+    FIRST_CREDIT,
+    FORGOTTEN_AFTER,
+    GUESSED_EXTRA,
+    NGRAM,
+    RESUME_TOKENS,
+    DraftLookup,
+    PassCosts,
+)
 from palaver.formats.base import RenderOptions
 from palaver.formats.loader import load_format
 from palaver.formats.tokenizer import load_tokenizer
@@ -83,6 +93,21 @@ def test_after_a_change_the_draft_goes_on_in_the_same_source() -> None:
     assert bytes(lookup.propose(7, FixedCosts(0.0))).startswith(b"e four")
 
 
+def test_after_a_change_of_another_length_one_token_is_enough_to_resume() -> None:
+    source = b"one two three four five, six seven: eight"
+    text = list(source + b"|one two ")
+    lookup = DraftLookup(text)
+    assert bytes(lookup.propose(15, FixedCosts(0.0))).startswith(b"three")
+    text += b"threQ"  # for an "e"
+    lookup.record(15, 4, 0.0)
+    text += b"WQ"
+    assert not lookup.propose(7, FixedCosts(0.0))
+    text += b"f"
+    assert bytes(lookup.propose(7, FixedCosts(0.0))) == b"our fiv", "the same letter stands in five, too"
+    text += b"@" * RESUME_TOKENS + b"x"
+    assert not lookup.propose(7, FixedCosts(0.0)), "the source is given up"
+
+
 def test_drafts_are_as_long_as_pays() -> None:
     text = b"0123456789abcdefghijklmnopqrstuvwxyz" * 2
     assert len(draft(text, extra=0.0)) == DRAFT_LENGTHS[-1]
@@ -106,6 +131,21 @@ def test_what_drafts_cost_is_learned_from_passes() -> None:
     assert costs.extra(1, 3) == pytest.approx(1.0, abs=0.05)
     assert costs.extra(1, 7) == costs.extra(1, 3) > before
     assert costs.extra(2, 3) == before, "passes with other sequences are others"
+
+
+def test_one_slow_pass_says_little_of_what_drafts_cost() -> None:
+    """A busy machine, or a cold cache: what was once too dear is measured again."""
+    costs = PassCosts()
+    for seconds in (0.011, 0.010, 0.080, 0.010):
+        costs.record_plain(1, seconds)
+    costs.record_drafting(1, 3, 0.200)
+    assert costs.extra(1, 3) == pytest.approx(1.0), "no dearer than tokens without drafts"
+    for _ in range(FORGOTTEN_AFTER + 1):
+        costs.record_plain(1, 0.010)
+    assert costs.extra(1, 3) == GUESSED_EXTRA
+    for seconds in (0.013, 0.090, 0.200):
+        costs.record_drafting(1, 3, seconds)
+        assert costs.extra(1, 3) == pytest.approx(0.1)
 
 
 @pytest.mark.parametrize("extra", [0.05, 0.4, 0.9])

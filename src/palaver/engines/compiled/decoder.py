@@ -217,10 +217,13 @@ class CompiledDecoder:
         if getattr(self, "_decoder", None):
             self._free(self._decoder)
 
-    def run(self, rows: Rows, threads: int) -> HostArray:
-        """The logits after each sequence's last token; none where the rows need none."""
+    def run(self, rows: Rows, threads: int, memory: HostArray | None = None) -> HostArray:
+        """The logits after each sequence's last token; none where the rows need none. They are written to `memory`,
+        if it is given and has room for them."""
         rotations = self.rotary.up_to(rows.max_rotary_position).ctypes.data
-        logits = np.empty((rows.num_logits, self._vocabulary_size), np.float32)
+        if memory is None or len(memory) < rows.num_logits:
+            memory = np.empty((rows.num_logits, self._vocabulary_size), np.float32)
+        logits = memory[: rows.num_logits]
         array, done = rows.array, 0
         for start in range(0, len(array), MAX_ROWS):
             part = array[start : start + MAX_ROWS]
@@ -329,6 +332,8 @@ class CompiledRunner(SlotRunner[HostArray]):
         self._threads = threads
         self._decode_rows: Rows | None = None
         """The rows of the last decode pass, which the next pass of the same sequences reuses."""
+        self._draft_logits: HostArray | None = None
+        """Those of the last draft, in memory that the next one reuses: new memory costs a page fault for each 4 KiB."""
 
     def _drop_decode_batch(self) -> None:
         self._decode_rows = None
@@ -355,13 +360,15 @@ class CompiledRunner(SlotRunner[HostArray]):
             self._chunk(sequence, [sequence.token_ids[-1], *draft])
             for sequence, draft in zip(sequences, drafts, strict=True)
         ]
-        logits = self._run_rows(Rows(chunks, need_logits=True, every_row=True))
+        logits = self._run_rows(Rows(chunks, need_logits=True, every_row=True), self._draft_logits)
+        if self._draft_logits is None or len(self._draft_logits) < len(logits):
+            self._draft_logits = logits.array
         for sequence in sequences:
             sequence.computed_tokens += 1
         return logits
 
-    def _run_rows(self, rows: Rows) -> HostLogits:
+    def _run_rows(self, rows: Rows, memory: HostArray | None = None) -> HostLogits:
         began = time.thread_time()
-        logits = self._decoder.run(rows, self._threads.for_pairs(len(rows.array) * rows.max_position))
+        logits = self._decoder.run(rows, self._threads.for_pairs(len(rows.array) * rows.max_position), memory)
         self.forward_seconds += time.thread_time() - began
         return HostLogits(logits)

@@ -69,7 +69,8 @@ VerifyDrafts: TypeAlias = Callable[[Sequence[SequenceState], Sequence[Sequence[i
 """Computes the one pending token of each sequence and its draft behind it. Returns a row of logits after each of them.
 
 Only the pending token counts as computed: the caller adds the tokens of the draft that it accepts. Each row has the
-bits that it has in a pass of its own. Raises CacheFull before anything is computed if there is no room.
+bits that it has in a pass of its own. The next call may overwrite them. Raises CacheFull before anything is computed if
+there is no room.
 """
 
 

@@ -171,10 +171,14 @@ class Scheduler:
             and self._decode_drafts(sequences, self._runner.verify_drafts)
         ):
             return
-        began = time.perf_counter()
+        began = self._now()
         self._decode(sequences, counts)
         if sequences and plain:
-            self._pass_costs.record_plain(len(sequences), time.perf_counter() - began)
+            self._pass_costs.record_plain(len(sequences), self._now() - began)
+
+    def _now(self) -> float:
+        """Seconds, by which passes are compared: of this thread, or of all where a device computes meanwhile."""
+        return time.thread_time() if self._runner.run_ahead is None else time.perf_counter()
 
     def _restore(self) -> None:
         """Replays a bounded number of tokens of continued replies."""
@@ -286,7 +290,7 @@ class Scheduler:
         drafts = [self._draft(sequence, most) for sequence in sequences]
         if not any(drafts):
             return False
-        began, drafted = time.perf_counter(), sum(map(len, drafts))
+        began, drafted = self._now(), sum(map(len, drafts))
         extra = self._pass_costs.extra(len(sequences), drafted)
         try:
             logits = verify(sequences, drafts)
@@ -299,12 +303,12 @@ class Scheduler:
         while verified:
             steps = _sample_verified(logits, verified, accepted)
             if not accepted and self._runner.run_ahead is None:
-                extra = self._pass_costs.record_drafting(len(sequences), drafted, time.perf_counter() - began)
+                extra = self._pass_costs.record_drafting(len(sequences), drafted, self._now() - began)
             held = [self._accept(*one, accepted, extra) for one in zip(verified, steps, strict=True)]
             verified = [one for one, holds in zip(verified, held, strict=True) if holds]
             accepted += 1
         if self._runner.run_ahead is not None:  # without drafts the device would not wait while the host samples
-            self._pass_costs.record_drafting(len(sequences), drafted, time.perf_counter() - began)
+            self._pass_costs.record_drafting(len(sequences), drafted, self._now() - began)
         return True
 
     def _draft(self, sequence: SequenceState, most: int) -> Sequence[int]:

@@ -10,6 +10,7 @@ hundredth of its own time and half a pass."""
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from collections.abc import Sequence
 
 NGRAM = 2
@@ -18,6 +19,8 @@ MAX_INDEXED = 16_384
 """Tokens of a prompt that are searched, the last ones."""
 MAX_PLACES, MAX_MATCH = 8, 32
 """How many earlier places of the last tokens are compared, the latest first, and how many tokens before each."""
+RESUME_WINDOW, RESUME_TOKENS = 8, 16
+"""After a change the text goes on in its source: so many tokens there may be the last one, if so many came since."""
 MAX_ROWS = 16
 """Rows of a pass with drafts: a larger pass costs more for each row than it gains."""
 DRAFT_LENGTHS = (1, 3, 7, 15)
@@ -39,9 +42,10 @@ PROMISING_MATCH = MATCH_SIZES[0]
 
 GUESSED_EXTRA = 0.1
 """The cost of a further row before it was measured, as a share of a pass."""
-TIME_WEIGHT = 0.2
-MAX_OUTLIER = 2.0
-"""A pass that took more than so many times its usual time counts as one that took so long: the machine was busy."""
+RECENT_PASSES = 8
+"""A pass takes as long as the quickest of so many recent ones: the others met a busy machine or a cold cache."""
+FORGOTTEN_AFTER = 256
+"""Passes without drafts after which the cost of drafts is unknown again: what is too dear is not measured again."""
 
 
 class PassCosts:
@@ -49,33 +53,40 @@ class PassCosts:
     while the host samples, of all."""
 
     def __init__(self) -> None:
-        self._plain: dict[int, float] = {}
-        """By the number of sequences: the seconds of a pass with one token of each."""
-        self._ratios: dict[int, dict[int, float]] = {}
+        self._plain: dict[int, deque[float]] = {}
+        """By the number of sequences: the seconds of recent passes with one token of each."""
+        self._passes: Counter[int] = Counter()
+        """By the number of sequences: how many such passes there were."""
+        self._ratios: dict[int, dict[int, _Ratios]] = {}
         """By the numbers of sequences and of draft tokens: the time of a pass with them over that of one without."""
 
     def record_plain(self, sequences: int, seconds: float) -> None:
         """A pass with one token of each sequence."""
-        self._plain[sequences] = _average(self._plain.get(sequences, seconds), seconds)
+        self._plain.setdefault(sequences, deque(maxlen=RECENT_PASSES)).append(seconds)
+        self._passes[sequences] += 1
 
     def record_drafting(self, sequences: int, drafted: int, seconds: float) -> float:
         """A pass with so many draft tokens. Returns what each of them costs, in tokens that come without drafts."""
-        ratio = min(1.0 + drafted, seconds / self._plain.get(sequences, seconds))
-        ratios = self._ratios.setdefault(sequences, {})
-        ratios[drafted] = _average(ratios.get(drafted, ratio), ratio)
+        ratios = self._ratios.setdefault(sequences, {}).setdefault(drafted, _Ratios())
+        ratios.recent.append(min(1.0 + drafted, seconds / min(self._plain.get(sequences, (seconds,)))))
+        ratios.last_pass = self._passes[sequences]
         return self.extra(sequences, drafted)
 
     def extra(self, sequences: int, drafted: int) -> float:
         """What each draft token is expected to cost: that of the pass of the nearest size."""
-        ratios = self._ratios.get(sequences)
-        if not ratios:
-            return GUESSED_EXTRA
-        nearest = min(ratios, key=lambda size: abs(size - drafted))
-        return max(0.0, sequences * (ratios[nearest] - 1) / nearest)
+        ratios, oldest = self._ratios.get(sequences, {}), self._passes[sequences] - FORGOTTEN_AFTER
+        known = ratios.get(drafted)
+        if known is not None and known.last_pass >= oldest:
+            return max(0.0, sequences * (min(known.recent) - 1) / drafted)
+        sizes = [size for size, one in ratios.items() if one.last_pass >= oldest]
+        return self.extra(sequences, min(sizes, key=lambda size: abs(size - drafted))) if sizes else GUESSED_EXTRA
 
 
-def _average(known: float, now: float) -> float:
-    return known + TIME_WEIGHT * (min(now, MAX_OUTLIER * known) - known)
+class _Ratios:
+    def __init__(self) -> None:
+        self.recent: deque[float] = deque(maxlen=RECENT_PASSES)
+        self.last_pass = 0
+        """How many passes without drafts there were at the last measurement."""
 
 
 class DraftLookup:
@@ -89,8 +100,11 @@ class DraftLookup:
         """By the tokens before it, the latest position behind them."""
         self._earlier: list[int] = []
         """By position, from the first indexed one on: the position before that is behind the same tokens, or 0."""
-        self._distance = 0
-        """How far back the source of the last draft lies, if it held; a text with one change goes on there."""
+        self._source, self._resumable = 0, 0
+        """Where the source of the text goes on behind the last draft that held, or might have; a text with one change
+        goes on there. And the number of tokens up to which that is looked at."""
+        self._place = 0
+        """The position of the last draft in the text."""
         self._shares = list(FIRST_SHARES)
         self._credit = FIRST_CREDIT
         self._credited = len(token_ids)
@@ -117,7 +131,7 @@ class DraftLookup:
         if not place:
             return ()
         length = self._best_length(max_tokens, costs, sequences)
-        self._distance = period = len(ids) - place
+        self._place, period = place, len(ids) - place
         return [ids[place + offset % period] for offset in range(length)]
 
     def record(self, proposed: int, accepted: int, extra: float) -> None:
@@ -126,8 +140,9 @@ class DraftLookup:
         kind = self._kind
         for place in range(min(proposed, accepted + 1)):
             self._shares[kind] += SHARE_WEIGHT * ((place < accepted) - self._shares[kind])
-        if not accepted:
-            self._distance = 0
+        if accepted or self._match >= PROMISING_MATCH:
+            self._source = self._place + accepted
+            self._resumable = len(self._token_ids) + RESUME_TOKENS
 
     def _allow(self) -> None:
         """Adds the allowance for the tokens since the last call."""
@@ -145,7 +160,8 @@ class DraftLookup:
             size = min(size, max_tokens)
             cost = size * costs.extra(sequences, size * sequences)
             if cost <= self._credit:
-                expected = sum(share**place for place in range(size + 1)) / (1 + cost)
+                tokens = 1 + size if share == 1 else (1 - share ** (size + 1)) / (1 - share)
+                expected = tokens / (1 + cost)
                 if expected > best:
                     best, length = expected, size
         if not length:
@@ -155,10 +171,10 @@ class DraftLookup:
     def _find(self) -> tuple[int, int]:
         """The position behind the longest earlier match of the last tokens, and its size; 0 where there is none."""
         self._index()
-        ids, end = self._token_ids, len(self._token_ids)
-        best, size = 0, 0
-        if self._distance and end > self._distance and ids[end - self._distance - 1] == ids[-1]:
-            best, size = end - self._distance, max(NGRAM, self._match_size(end - self._distance))
+        ids = self._token_ids
+        best, size = self._resume(), 0
+        if best:
+            size = max(NGRAM, self._match_size(best))
         place = self._following.get(tuple(ids[-NGRAM:]), 0)
         for _ in range(MAX_PLACES):
             if not place or size >= MAX_MATCH:
@@ -168,6 +184,16 @@ class DraftLookup:
                 best, size = place, match
             place = self._earlier[place - self._first]
         return best, size
+
+    def _resume(self) -> int:
+        """The position behind the last token where the source of the last draft goes on; 0 if it is not there."""
+        ids, end = self._token_ids, len(self._token_ids)
+        if end > self._resumable:
+            return 0
+        for place in range(self._source, min(self._source + RESUME_WINDOW, end - 1)):
+            if ids[place] == ids[-1]:
+                return place + 1
+        return 0
 
     def _match_size(self, place: int) -> int:
         """How many tokens before this position are those that the text ends with."""
