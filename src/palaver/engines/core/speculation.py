@@ -6,7 +6,7 @@ is gained is time, since a pass over a few tokens costs little more than one ove
 
 How much more it costs is measured while passes run, and how often drafts hold is counted for each reply. A draft has
 the length from which most is to be expected, and a reply may lose no more time by drafts than it has gained by them, a
-hundredth of its own time and half a pass."""
+two-hundredth of its own time and a third of a pass."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ MAX_ROWS = 16
 DRAFT_LENGTHS = (1, 3, 7, 15)
 """Tokens of a draft. With the token before them multiples of four rows, which compiled steps compute together."""
 
-FIRST_CREDIT, MAX_CREDIT = 0.5, 8.0
-ALLOWANCE = 0.01
+FIRST_CREDIT, MAX_CREDIT = 0.3, 8.0
+ALLOWANCE = 0.005
 """The time that a reply may lose by drafts, in passes without drafts: at first, at most, and more for each token."""
 
 MATCH_SIZES = (5, 9)
@@ -68,8 +68,8 @@ class PassCosts:
     def record_drafting(self, sequences: int, drafted: int, seconds: float) -> float:
         """A pass with so many draft tokens. Returns what each of them costs, in tokens that come without drafts."""
         ratios = self._ratios.setdefault(sequences, {}).setdefault(drafted, _Ratios())
-        ratios.recent.append(min(1.0 + drafted, seconds / min(self._plain.get(sequences, (seconds,)))))
-        ratios.last_pass = self._passes[sequences]
+        ratio = min(1.0 + drafted, seconds / min(self._plain.get(sequences, (seconds,))))
+        ratios.record(ratio, self._passes[sequences])
         return self.extra(sequences, drafted)
 
     def extra(self, sequences: int, drafted: int) -> float:
@@ -77,16 +77,22 @@ class PassCosts:
         ratios, oldest = self._ratios.get(sequences, {}), self._passes[sequences] - FORGOTTEN_AFTER
         known = ratios.get(drafted)
         if known is not None and known.last_pass >= oldest:
-            return max(0.0, sequences * (min(known.recent) - 1) / drafted)
+            return max(0.0, sequences * (known.least - 1) / drafted)
         sizes = [size for size, one in ratios.items() if one.last_pass >= oldest]
         return self.extra(sequences, min(sizes, key=lambda size: abs(size - drafted))) if sizes else GUESSED_EXTRA
 
 
 class _Ratios:
     def __init__(self) -> None:
-        self.recent: deque[float] = deque(maxlen=RECENT_PASSES)
+        self._recent: deque[float] = deque(maxlen=RECENT_PASSES)
+        self.least = 0.0
         self.last_pass = 0
         """How many passes without drafts there were at the last measurement."""
+
+    def record(self, ratio: float, last_pass: int) -> None:
+        self._recent.append(ratio)
+        self.least = min(self._recent)
+        self.last_pass = last_pass
 
 
 class DraftLookup:
@@ -127,6 +133,8 @@ class DraftLookup:
         the pass."""
         ids = self._token_ids
         self._allow()
+        if costs.extra(sequences, sequences) > self._credit:  # not even one token: saves the search
+            return ()
         place, self._match = self._find()
         if not place:
             return ()
