@@ -148,6 +148,16 @@ def test_one_slow_pass_says_little_of_what_drafts_cost() -> None:
         assert costs.extra(1, 3) == pytest.approx(0.1)
 
 
+def test_a_short_draft_is_tried_where_longer_ones_are_dear() -> None:
+    """Two rows of a small model cost little more than one, and four nearly twice as much."""
+    costs, text = PassCosts(), list(b"0123456789abcdefghijklmnopqrstuvwxyz" * 2)
+    costs.record_plain(1, 0.010)
+    costs.record_drafting(1, 3, 0.030)
+    assert len(DraftLookup(text).propose(15, costs)) == 1
+    costs.record_drafting(1, 1, 0.020)
+    assert not DraftLookup(text).propose(15, costs)
+
+
 @pytest.mark.parametrize("extra", [0.05, 0.4, 0.9])
 def test_a_reply_whose_drafts_fail_loses_little(extra: float) -> None:
     """Its text repeats three tokens again and again, and never what followed them."""

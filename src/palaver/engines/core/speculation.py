@@ -6,7 +6,7 @@ is gained is time, since a pass over a few tokens costs little more than one ove
 
 How much more it costs is measured while passes run, and how often drafts hold is counted for each reply. A draft has
 the length from which most is to be expected, and a reply may lose no more time by drafts than it has gained by them, a
-two-hundredth of its own time and a third of a pass."""
+two-hundredth of its own time and half a pass."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MAX_ROWS = 16
 DRAFT_LENGTHS = (1, 3, 7, 15)
 """Tokens of a draft. With the token before them multiples of four rows, which compiled steps compute together."""
 
-FIRST_CREDIT, MAX_CREDIT = 0.3, 8.0
+FIRST_CREDIT, MAX_CREDIT = 0.5, 8.0
 ALLOWANCE = 0.005
 """The time that a reply may lose by drafts, in passes without drafts: at first, at most, and more for each token."""
 
@@ -44,8 +44,9 @@ GUESSED_EXTRA = 0.1
 """The cost of a further row before it was measured, as a share of a pass."""
 RECENT_PASSES = 8
 """A pass takes as long as the quickest of so many recent ones: the others met a busy machine or a cold cache."""
-FORGOTTEN_AFTER = 256
-"""Passes without drafts after which the cost of drafts is unknown again: what is too dear is not measured again."""
+FORGOTTEN_AFTER = 32
+"""Passes without drafts, for each recent measurement, after which the cost of drafts is unknown again: what seems too
+dear is not measured otherwise."""
 
 
 class PassCosts:
@@ -73,26 +74,33 @@ class PassCosts:
         return self.extra(sequences, drafted)
 
     def extra(self, sequences: int, drafted: int) -> float:
-        """What each draft token is expected to cost: that of the pass of the nearest size."""
-        ratios, oldest = self._ratios.get(sequences, {}), self._passes[sequences] - FORGOTTEN_AFTER
+        """What each draft token is expected to cost: that of the pass of the nearest size. A pass that is smaller than
+        all known ones may be cheaper, so it is guessed and tried."""
+        ratios, now = self._ratios.get(sequences, {}), self._passes[sequences]
         known = ratios.get(drafted)
-        if known is not None and known.last_pass >= oldest:
+        if known is not None and known.is_recent(now):
             return max(0.0, sequences * (known.least - 1) / drafted)
-        sizes = [size for size, one in ratios.items() if one.last_pass >= oldest]
-        return self.extra(sequences, min(sizes, key=lambda size: abs(size - drafted))) if sizes else GUESSED_EXTRA
+        sizes = [size for size, one in ratios.items() if one.is_recent(now)]
+        if not sizes:
+            return GUESSED_EXTRA
+        nearest = self.extra(sequences, min(sizes, key=lambda size: abs(size - drafted)))
+        return min(nearest, GUESSED_EXTRA) if drafted < min(sizes) else nearest
 
 
 class _Ratios:
     def __init__(self) -> None:
         self._recent: deque[float] = deque(maxlen=RECENT_PASSES)
         self.least = 0.0
-        self.last_pass = 0
+        self._last_pass = 0
         """How many passes without drafts there were at the last measurement."""
 
-    def record(self, ratio: float, last_pass: int) -> None:
+    def record(self, ratio: float, passes: int) -> None:
         self._recent.append(ratio)
         self.least = min(self._recent)
-        self.last_pass = last_pass
+        self._last_pass = passes
+
+    def is_recent(self, passes: int) -> bool:
+        return passes - self._last_pass <= FORGOTTEN_AFTER * len(self._recent)
 
 
 class DraftLookup:
