@@ -214,9 +214,13 @@ async def test_long_prompts_of_quantised_weights_are_computed_by_the_step(
 ) -> None:
     """Torch's operations would turn the weights into floats for each pass, more slowly than the kernels do."""
     monkeypatch.setattr(step_runner, "SHORT_PROMPT", 10)
+    monkeypatch.setattr(step_runner, "SHORT_TEXT", 100)
     options = EngineOptions(limits=SchedulerLimits(chunk_tokens=16), fused=True, compiled=False)
     engine = load(folder_of("qwen3"), vocabulary=tiny.VOCABULARY, options=options)
     step = replace_runner(engine, 4, 8, quantized=quantized)
-    await run(engine, Prompt(tuple(range(200))), Sampling(temperature=0, max_tokens=2))
-    assert (step.prefilled > 1) is quantized
+    await run(engine, Prompt(tuple(range(90))), Sampling(temperature=0, max_tokens=2))
+    assert step.prefilled == 2
+    await run(engine, Prompt(tuple(range(1, 251))), Sampling(temperature=0, max_tokens=2))
+    # 64 tokens in each pass but the last, which belongs to the step: the third one comes after more than 100
+    assert step.prefilled == 2 + (4 if quantized else 3)
     await engine.close()

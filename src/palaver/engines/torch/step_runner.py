@@ -1,5 +1,5 @@
 """The runner of decoders on CUDA: decodes by `DecoderStep`, which samples, too. Prompts are computed by the same
-kernels; only those of plain decoders that are long, outside of the exact mode, by torch's operations."""
+kernels; only the later parts of very long ones of plain decoders, outside of the exact mode, by torch's operations."""
 
 from __future__ import annotations
 
@@ -40,8 +40,9 @@ a few hundredths in deep models, and a wrong kernel to more than 1."""
 MAX_EXPERT_ERROR = 0.5
 """The same for mixtures of experts, where rounding decides between experts: of a random Qwen3-MoE with 4 layers the
 library's logits in bfloat16 were 0.23 from those in float32, the kernels' 0.006."""
-SHORT_PROMPT = 1024
-"""Tokens of prompts in a pass up to which the kernels are quicker than torch's operations."""
+SHORT_PROMPT, SHORT_TEXT = 1024, 8192
+"""Torch's operations compute more tokens of prompts than this in a pass, if so many come before them: there their
+attention is quicker than the kernels', and their products are slower."""
 MAX_DELAY_S = 0.01
 """By how much a chunk of prompts may delay the next tokens of the replies in the same pass."""
 GREEDY = Sampling(temperature=0)
@@ -167,8 +168,8 @@ class StepRunner(TorchRunner):
         if speculate:
             self.verify_drafts = self._verify_drafts
         long_prompts = long_prompts and not step.model.quantized  # which torch's operations unpack more slowly
-        self._max_prompt = SHORT_PROMPT if long_prompts and not step.exact else None
-        """How many tokens of prompts in a pass the step computes; None: any number."""
+        self._long_prompts = long_prompts and not step.exact
+        """Whether `forward` computes long passes over prompts."""
         self._cache.widens_pools = False  # a step attends for slots wherever they are
 
     def _mixed_tokens(self, sequences: Sequence[SequenceState], replies: int) -> int:
@@ -185,13 +186,18 @@ class StepRunner(TorchRunner):
         with_media = any(map(self._has_media_ahead, sequences))
         if need_logits and not with_media:
             return self._run_step(sequences, counts)
-        if not need_logits and not with_media and (self._max_prompt is None or sum(counts) <= self._max_prompt):
+        if not need_logits and not with_media and not self._is_left_to_torch(sequences, counts):
             chunks = [self._next_chunk(sequence, count) for sequence, count in zip(sequences, counts, strict=True)]
             began = time.thread_time()
             self._step.prefill(chunks)
             self.forward_seconds += time.thread_time() - began
             return self._sampler.logits(torch.empty(0, 0, device=self._device))
         return super()._compute(sequences, counts, need_logits)
+
+    def _is_left_to_torch(self, sequences: Sequence[SequenceState], counts: Sequence[int]) -> bool:
+        """Whether `forward` computes this pass over prompts."""
+        start = max(sequence.computed_tokens for sequence in sequences)
+        return self._long_prompts and sum(counts) > SHORT_PROMPT and start > SHORT_TEXT
 
     def _run_ahead(
         self, sequences: Sequence[SequenceState], tokens: object, prompts: Sequence[tuple[SequenceState, int]] = ()
