@@ -1,6 +1,6 @@
 """Captured decode passes of hybrid models: one for each number of sequences gives the replies of any sequences.
 
-A tracer stands in for CUDA, and torch's operations for the kernels of attention: they too find slots by a table."""
+A recorder stands in for CUDA, and torch's operations for the kernels of attention: they too find slots by a table."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from palaver.engines.torch.devices import TensorLayout, TensorMemory
 from palaver.engines.torch.hybrid_decoder import HybridDecoder
 from palaver.engines.torch.hybrid_graphs import NoAttention, RowPasses
 from tests.engines.generate import continued, run
-from tests.engines.test_cuda_graphs import TracingCapture
+from tests.engines.test_cuda_graphs import RecordingCapture
 from tests.engines.test_hybrid_runner import GREEDY, PROMPTS, Oracle, loaded, runner_of
 
 FAMILIES = ("qwen3_5", "lfm2")
@@ -71,8 +71,8 @@ class PoolAttention:
         return out[:, :, 0]
 
 
-class StateCapture(TracingCapture):
-    """Tracing computes the pass, too. So it starts from states that are put back, as no capture on CUDA changes any."""
+class StateCapture(RecordingCapture):
+    """Recording computes the pass, too: the states are put back then, as no capture on CUDA changes any."""
 
     def __init__(self, decoder: HybridDecoder) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class StateCapture(TracingCapture):
                 tensor.copy_(held)
 
 
-def captured(engine: Any) -> tuple[HybridDecoder, PoolAttention, TracingCapture]:
+def captured(engine: Any) -> tuple[HybridDecoder, PoolAttention, RecordingCapture]:
     decoder: Any = runner_of(engine)._forward
     attention, capture = PoolAttention(), StateCapture(decoder)
     decoder.use_graphs(capture, attention)
