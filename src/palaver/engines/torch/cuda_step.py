@@ -45,9 +45,6 @@ BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
 """Numbers of rows with a graph; the rest of a graph's rows are padding."""
 PROGRAMS = ((4, 32), (16, 16), (0, 8))
 """Up to how many rows so many programs share the attention of a row and a KV head."""
-JOINED_TILES, JOINED_COLUMNS = 24, 32
-"""Tiles of attention that a program joins at once, and the part of a head that it computes: what it loads is then under
-way together, since it has a register for each number."""
 FIRST_CAPACITY = 16384
 """Tokens of the longest sequence that the buffers have room for at first."""
 MEASURED_START = 4096
@@ -933,21 +930,17 @@ class DecoderStep:
             **heads.sizes,
             **step_kernels.launch_options(self._pdl, num_warps=4),
         )
-        columns = min(heads.size, JOINED_COLUMNS)
-        step_kernels._join[(rows * heads.heads, heads.size // columns)](
+        step_kernels.join_tiles(
             self._tiles,
             self._tile_sums,
             inputs["position"],
-            buffers.attended if attention.sinks is None else attention.sinks,
+            attention.sinks,
             buffers.attended,
+            rows,
             self._entries,
-            attention.window,
-            WINDOW=attention.window < NO_WINDOW,
-            SINKS=attention.sinks is not None,
-            AT_ONCE=JOINED_TILES,
-            COLUMNS=columns,
-            **heads.sizes,
-            **step_kernels.launch_options(self._pdl, num_warps=1),
+            attention.window if attention.window < NO_WINDOW else None,
+            heads.sizes,
+            self._pdl,
         )
 
     def _rotate_and_write(self, layer: StepLayer, index: int, inputs: dict[str, Tensor], qkv: Tensor) -> None:

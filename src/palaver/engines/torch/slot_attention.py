@@ -14,7 +14,7 @@ from palaver.engines.torch import step_kernels
 from palaver.engines.torch.attention import MaskRule
 from palaver.engines.torch.attention_kernels import AttentionParams
 from palaver.engines.torch.batch import SequenceChunk
-from palaver.engines.torch.cuda_step import JOINED_COLUMNS, JOINED_TILES, attention_programs, slot_address
+from palaver.engines.torch.cuda_step import attention_programs, slot_address
 from palaver.engines.torch.device_changes import to_device
 from palaver.engines.torch.devices import TensorLayout
 from palaver.engines.torch.step_weights import HeadShape
@@ -111,21 +111,9 @@ class SlotAttention:
             **heads.sizes,
             **step_kernels.launch_options(False, num_warps=4),
         )
-        columns = min(heads.size, JOINED_COLUMNS)
-        step_kernels._join[(rows * heads.heads, heads.size // columns)](
-            self._tiles,
-            self._sums,
-            self.positions,
-            out if params.sinks is None else params.sinks,
-            out,
-            self._entries,
-            0,
-            WINDOW=False,
-            SINKS=params.sinks is not None,
-            AT_ONCE=JOINED_TILES,
-            COLUMNS=columns,
-            **heads.sizes,
-            **step_kernels.launch_options(False, num_warps=1),
+        sizes = heads.sizes
+        step_kernels.join_tiles(
+            self._tiles, self._sums, self.positions, params.sinks, out, rows, self._entries, None, sizes, pdl=False
         )
         return out
 

@@ -29,6 +29,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 TILE = 64
 """Tokens whose attention is computed relative to one maximum."""
+JOINED_TILES, JOINED_COLUMNS = 24, 32
+"""Tiles of attention that a program joins at once, and the part of a head that it computes: what it loads is then under
+way together, since it has a register for each number."""
 LOG2E = tl.constexpr(1.4426950408889634)
 INTERPRETED = tl.constexpr(bool(os.environ.get("TRITON_INTERPRET")))
 """Triton's interpreter has no assembly."""
@@ -1290,4 +1293,36 @@ def load_rows(new: Tensor, sampled: Tensor, table: Tensor, settings: Tensor) -> 
         SETTINGS=settings.shape[1],
         BLOCK=128,
         num_warps=4,
+    )
+
+
+def join_tiles(
+    tiles: Tensor,
+    sums: Tensor,
+    positions: Tensor,
+    sinks: Tensor | None,
+    out: Tensor,
+    rows: int,
+    entries: int,
+    window: int | None,
+    sizes: Mapping[str, int],
+    pdl: bool,
+) -> None:
+    """What `_attend` left of the first rows becomes their results. `entries`: tiles of a row and KV head that there is
+    room for. `window`: None if a token sees all before it. `sizes`: of heads, as the kernels name them."""
+    columns = min(sizes["D"], JOINED_COLUMNS)
+    _join[(rows * sizes["H"], sizes["D"] // columns)](
+        tiles,
+        sums,
+        positions,
+        out if sinks is None else sinks,
+        out,
+        entries,
+        window or 0,
+        WINDOW=window is not None,
+        SINKS=sinks is not None,
+        AT_ONCE=JOINED_TILES,
+        COLUMNS=columns,
+        **sizes,
+        **launch_options(pdl, num_warps=1),
     )
