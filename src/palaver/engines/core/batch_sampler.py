@@ -124,7 +124,7 @@ class _Rows:
         return (self._maxima > -np.inf).sum(1) >= count
 
 
-class _Drawn(NamedTuple):
+class _DrawnRows(NamedTuple):
     token_ids: Ids
     valid: NDArray[np.bool_]
     temperature: float = 1.0
@@ -145,16 +145,16 @@ class _Drawn(NamedTuple):
         return [math.log(weight) - log_sum if weight > 0 else -math.inf for weight in found]
 
 
-def _choose(rows: _Rows, sampling: Sampling, uniforms: NDArray[np.float64]) -> _Drawn:
+def _choose(rows: _Rows, sampling: Sampling, uniforms: NDArray[np.float64]) -> _DrawnRows:
     if sampling.temperature == 0:
         enough = rows.has_likeliest(max(1, sampling.logprobs))
-        return _Drawn(rows.scores.argmax(1), enough, 1.0, rows.log_sums)
+        return _DrawnRows(rows.scores.argmax(1), enough, 1.0, rows.log_sums)
     if 0 < sampling.top_k < rows.scores.shape[1]:
         return _draw_from_top(rows, sampling, uniforms)
     return _draw_from_all(rows, sampling.temperature, uniforms, sampling.logprobs)
 
 
-def _draw_from_all(rows: _Rows, temperature: float, uniforms: NDArray[np.float64], count: int) -> _Drawn:
+def _draw_from_all(rows: _Rows, temperature: float, uniforms: NDArray[np.float64], count: int) -> _DrawnRows:
     every = np.arange(len(uniforms))
     cumulative = rows.block_sums(temperature).cumsum(1)
     totals = cumulative[:, -1]
@@ -168,10 +168,10 @@ def _draw_from_all(rows: _Rows, temperature: float, uniforms: NDArray[np.float64
     valid &= places < BLOCK
     token_ids = np.where(valid, blocks * BLOCK + places, 0)
     logs = [math.log(total) if total > 0 else math.nan for total in totals.tolist()]
-    return _Drawn(token_ids, valid, temperature, rows.tops.astype(np.float64) / temperature + np.array(logs))
+    return _DrawnRows(token_ids, valid, temperature, rows.tops.astype(np.float64) / temperature + np.array(logs))
 
 
-def _draw_from_top(rows: _Rows, sampling: Sampling, uniforms: NDArray[np.float64]) -> _Drawn:
+def _draw_from_top(rows: _Rows, sampling: Sampling, uniforms: NDArray[np.float64]) -> _DrawnRows:
     top_k, every = sampling.top_k, np.arange(len(uniforms))
     best = rows.likeliest(max(sampling.logprobs, top_k + 1))
     edge = np.take_along_axis(rows.scores, best[:, top_k - 1 : top_k + 1], 1)
@@ -192,4 +192,4 @@ def _draw_from_top(rows: _Rows, sampling: Sampling, uniforms: NDArray[np.float64
     places = (cumulative <= (uniforms * cumulative[:, -1])[:, None]).sum(1)
     valid &= places < top_k
     token_ids = np.where(valid, ids[every, np.minimum(places, top_k - 1)], 0)
-    return _Drawn(token_ids, valid, candidates=(ids.tolist(), weights.tolist(), weights.sum(1).tolist()))
+    return _DrawnRows(token_ids, valid, candidates=(ids.tolist(), weights.tolist(), weights.sum(1).tolist()))
