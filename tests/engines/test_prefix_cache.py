@@ -22,7 +22,7 @@ def insert(pages: PageTree[Any], namespace: str, keys: list[int], conversation: 
         if cached := pages.find_child(path, part):
             cached.conversations.add(conversation)
             return
-        assert pages.insert(namespace, path, part, [torch.tensor(part, dtype=torch.float32)], conversation)
+        assert pages.insert(namespace, path, [(part, [torch.tensor(part, dtype=torch.float32)])], conversation)
 
 
 def common_length(a: list[int], b: list[int]) -> int:
@@ -82,7 +82,7 @@ def test_owners_share_nothing() -> None:
 def test_media_is_told_apart_by_its_hash() -> None:
     pages: PageTree[Any] = PageTree()
     path = pages.path("", [1, "picture of a cat", 2])
-    pages.insert("", path, (1, "picture of a cat", 2), [torch.zeros(3)])
+    pages.insert("", path, [((1, "picture of a cat", 2), [torch.zeros(3)])])
     assert pages.match("", [1, "picture of a dog", 2]).tokens == 1
     assert pages.match("", [1, "picture of a cat", 2]).tokens == 3
 

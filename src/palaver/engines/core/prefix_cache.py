@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Generic
@@ -51,15 +51,15 @@ class ConversationRefs:
         """None: shared by all."""
 
     def add(self, name: str) -> None:
-        self.merge(ConversationRefs(name))
+        if self._names is None or name in self._names:
+            return
+        self._names.add(name)
+        if not name or len(self._names) > MAX_CONVERSATIONS:
+            self._names = None
 
     def merge(self, other: ConversationRefs) -> None:
-        if self._names is None or other._names is None:
-            self._names = None
-            return
-        self._names |= other._names
-        if len(self._names) > MAX_CONVERSATIONS:
-            self._names = None
+        for name in ("",) if other._names is None else other._names:
+            self.add(name)
 
     def release(self, name: str) -> bool:
         """Returns whether that was the last reference."""
@@ -165,15 +165,29 @@ class PageTree(Generic[A]):
         self,
         namespace: Hashable,
         path: list[CachePage[A]],
-        keys: tuple[Key, ...],
-        data: list[A],
+        pages: Iterable[tuple[tuple[Key, ...], list[A]]],
         conversation: str = "",
     ) -> bool:
-        """Inserts a page below the path and appends it to the path. Returns False where the path was evicted."""
-        parent = path[-1]
-        if parent.parent is not None and parent not in self._lru:
+        """Inserts the keys and data of consecutive pages below the path and appends them to the path. Returns False
+        where the path was evicted."""
+        if len(path) > 1 and path[-1] not in self._lru:
             return False
-        conversations = ConversationRefs(conversation)
+        try:
+            for keys, data in pages:
+                self._insert_page(namespace, path, keys, data, ConversationRefs(conversation))
+        finally:
+            self._touch(path[1:])
+        return True
+
+    def _insert_page(
+        self,
+        namespace: Hashable,
+        path: list[CachePage[A]],
+        keys: tuple[Key, ...],
+        data: list[A],
+        conversations: ConversationRefs,
+    ) -> None:
+        parent = path[-1]
         logits: dict[int, Logits] = {}
         for sibling in list(parent.children.get(keys[0], ())):
             if len(sibling.keys) < len(keys) and keys[: len(sibling.keys)] == sibling.keys:
@@ -186,8 +200,6 @@ class PageTree(Generic[A]):
         self._lru[page] = namespace
         self.nbytes += page.nbytes
         path.append(page)
-        self._touch(path[1:])
-        return True
 
     def attach_logits(self, namespace: Hashable, keys: Sequence[Key], logits: Logits) -> None:
         """Caches the logits after these keys with the page that holds the last of them, if there is one."""
@@ -286,7 +298,7 @@ class PrefixCache(Generic[A]):
     @property
     def max_tokens(self) -> int:
         """The longest sequence that fits, if it runs alone."""
-        return self._limit_bytes // self._layout.bytes_per_token // MIN_CAPACITY * MIN_CAPACITY
+        return self._limit_bytes // self._token_bytes // MIN_CAPACITY * MIN_CAPACITY
 
     def check_capacity(self, tokens: int) -> None:
         """Raises CacheFull where so many tokens don't fit even alone."""
@@ -349,23 +361,37 @@ class PrefixCache(Generic[A]):
         path = self._pages.path(namespace, keys)
         for page in path[1:]:
             page.conversations.add(conversation)
-        for start in range((len(path) - 1) * PAGE_SIZE, len(keys), PAGE_SIZE):
-            part = tuple(keys[start : start + PAGE_SIZE])
-            cached = self._pages.find_child(path, part)
-            if cached is not None:
-                cached.conversations.add(conversation)
-            if cached is not None or not self._make_room_for_page(len(part) * self._token_bytes):
+        first, end = (len(path) - 1) * PAGE_SIZE, len(keys)
+        if first == end:
+            return
+        cached = self._pages.find_child(path, tuple(keys[first : first + PAGE_SIZE]))
+        if cached is not None:
+            cached.conversations.add(conversation)
+            return
+        others_bytes = self._pages.nbytes - first * self._token_bytes
+        at_once = self._excess((end - first) * self._token_bytes) <= others_bytes  # without evicting the path
+        step = end - first if at_once else PAGE_SIZE
+        for start in range(first, end, step):
+            stop = min(start + step, end)
+            if not self._make_room_for_pages((stop - start) * self._token_bytes):
                 return
-            views = slot.views(start, start + len(part))
-            data = [self._layout.memory.clone(view) for view in views]
-            if not self._pages.insert(namespace, path, part, data, conversation):
+            if not self._pages.insert(namespace, path, self._copy_pages(slot, keys, start, stop), conversation):
                 return
+
+    def _copy_pages(
+        self, slot: Slot[A], keys: Sequence[Key], start: int, stop: int
+    ) -> Iterator[tuple[tuple[Key, ...], list[A]]]:
+        """The keys of the slot's pages and copies of their data."""
+        views, clone = slot.views(start, stop), self._layout.memory.clone
+        for at in range(start, stop, PAGE_SIZE):
+            part = slice(at - start, at - start + PAGE_SIZE)
+            yield tuple(keys[at : min(at + PAGE_SIZE, stop)]), [clone(view[:, :, part]) for view in views]
 
     def insert_logits(self, namespace: Hashable, keys: Sequence[Key], logits: Logits) -> None:
         """Caches the logits after these keys, if the keys are cached and there is memory."""
         small = logits.nbytes <= self._limit_bytes // LOGITS_SHARE
         missing = small and self._pages.find_logits_page(namespace, keys) is None
-        if missing and self._make_room_for_page(logits.nbytes):
+        if missing and self._make_room_for_pages(logits.nbytes):
             self._pages.attach_logits(namespace, keys, logits.copy())
 
     def free(self, slot: Slot[A], namespace: Hashable, keys: Sequence[Key], conversation: str = "") -> None:
@@ -407,11 +433,11 @@ class PrefixCache(Generic[A]):
 
     def _grow_via_host(self, slot: Slot[A], tokens: int, used: int) -> None:
         """Grows a slot where there is no memory for the old and the new one at once."""
-        held = used * self._layout.bytes_per_token
+        held = used * self._token_bytes
         host_bytes = available_bytes()
         freed = self._slots.exclusive_pool_bytes(slot)
         for capacity in candidate_capacities(tokens) if freed and (host_bytes is None or held < host_bytes) else ():
-            if self._make_room(capacity * self._layout.bytes_per_token - freed):
+            if self._make_room(capacity * self._token_bytes - freed):
                 self.on_slots_moved()
                 with self._out_of_memory_is_full(tokens):
                     self._slots.grow_via_host(slot, capacity, used)
@@ -428,7 +454,7 @@ class PrefixCache(Generic[A]):
                 raise
             raise CacheFull(tokens, self.max_tokens) from None
 
-    def _make_room_for_page(self, size: int) -> bool:
+    def _make_room_for_pages(self, size: int) -> bool:
         """As `_make_room`; where pools are widened, pages leave them a part of the memory."""
         limit = self._limit_bytes - self._limit_bytes // WIDE_POOL_SHARE if self.widens_pools else self._limit_bytes
         while 0 < self._pages.nbytes > limit - size:

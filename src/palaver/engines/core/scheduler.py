@@ -53,6 +53,8 @@ class Scheduler:
         self._waiting: RequestQueue[SequenceState] = RequestQueue(self._limits.max_waiting)
         self._restoring: list[SequenceState] = []
         """Waiting sequences whose reply state is still being replayed."""
+        self._ended: list[SequenceState] = []
+        """Sequences that ended in this step: their readers know it before what they computed is cached."""
         self._ahead: _AheadPass | None = None
         """The pass that runs already, where the runner runs ahead."""
         self._pass_costs = PassCosts()
@@ -89,6 +91,7 @@ class Scheduler:
     def cancel(self, generation: LocalGeneration) -> None:
         if generation in self._running:
             self._finish(self._running[generation], Ended(Finish.STOPPED))
+            self._release_ended()
         elif self._waiting.remove(generation):
             self._outbox.put(generation, Ended(Finish.STOPPED))
 
@@ -119,6 +122,9 @@ class Scheduler:
         self._decode_cached()
         if not self._decode_mixed():
             self._decode_apart()
+        if self._ended:
+            self._outbox.flush()
+            self._release_ended()
 
     def _decode_mixed(self) -> bool:
         """One pass for all. Returns False, with nothing computed, where some sequences need passes of their own."""
@@ -430,7 +436,10 @@ class Scheduler:
     def _forward_after_preemption(
         self, sequences: list[SequenceState], counts: list[int], need_logits: bool, error: CacheFull
     ) -> list[tuple[list[SequenceState], Logits]]:
-        """The cache is full: preempts the youngest running sequence and runs the others."""
+        """The cache is full: frees what has ended, else preempts the youngest running sequence, and runs the others."""
+        if self._ended:
+            self._release_ended()
+            return self._forward(sequences, counts, need_logits)
         youngest = list(self._running.values())[-1]
         if len(self._running) == 1:
             self._finish(youngest, error)
@@ -449,10 +458,14 @@ class Scheduler:
     def _finish(self, sequence: SequenceState, output: Ended | PalaverError) -> None:
         del self._running[sequence.generation]
         self._waiting.record_finish()
-        try:
-            _try_to_cache(lambda: self._runner.release(sequence))
-        finally:
-            self._outbox.put(sequence.generation, output)
+        self._ended.append(sequence)
+        self._outbox.put(sequence.generation, output)
+
+    def _release_ended(self) -> None:
+        """Caches what ended sequences computed, and frees their slots."""
+        ended, self._ended = self._ended, []
+        for sequence in ended:
+            _try_to_cache(lambda sequence=sequence: self._runner.release(sequence))
 
 
 def _try_to_cache(cache: Callable[[], None]) -> None:
