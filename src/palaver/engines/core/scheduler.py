@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 
 from palaver.engines.core.generation import LocalGeneration, Outbox
@@ -451,7 +452,7 @@ class Scheduler:
     def _preempt(self, sequence: SequenceState) -> None:
         """Moves a running sequence to the head of the queue. Its computed tokens are cached."""
         del self._running[sequence.generation]
-        _try_to_cache(lambda: self._runner.release(sequence))
+        _try_to_cache(partial(self._runner.release, sequence))
         sequence.computed_tokens = 0
         self._waiting.requeue(sequence)
 
@@ -465,7 +466,7 @@ class Scheduler:
         """Caches what ended sequences computed, and frees their slots."""
         ended, self._ended = self._ended, []
         for sequence in ended:
-            _try_to_cache(lambda sequence=sequence: self._runner.release(sequence))
+            _try_to_cache(partial(self._runner.release, sequence))
 
 
 def _try_to_cache(cache: Callable[[], None]) -> None:
