@@ -231,21 +231,41 @@ def main() -> None:
     parser.add_argument("--database", choices=["sqlite", "postgresql", "both"], default="both")
     given = parser.parse_args()
     with databases(given.database) as places:
-        for name, url in places.items():
-            address = None if url is None else url.render_as_string()
-            print(f"{name}, load {os.getloadavg()[0]:.1f}")
-            if given.latency:
-                seconds = (5.0 if given.milliseconds is None else given.milliseconds) / 1e3
-                with tempfile.TemporaryDirectory() as folder:
-                    found = asyncio.run(latencies(Path(folder), address, given.rounds, seconds))
-                for kind, values in found.items():
-                    middle, high = statistics.median(values), _percentile(values, 0.99)
-                    print(f"  {kind:12} {len(values):4} times: {middle:6.1f} ms, 99% within {high:6.1f} ms")
-            if given.pace:
-                with tempfile.TemporaryDirectory() as folder:
-                    seconds = (given.milliseconds or 0.0) / 1e3
-                    tokens, commits = asyncio.run(pace(Path(folder), address, given.streams, seconds))
-                print(f"  {given.streams} streams: {tokens:8,.0f} tokens/s in {commits:6.0f} commits/s")
+        addresses = {name: None if url is None else url.render_as_string() for name, url in places.items()}
+        if given.latency:
+            report_latencies(addresses, given.rounds, (5.0 if given.milliseconds is None else given.milliseconds) / 1e3)
+        if given.pace:
+            report_paces(addresses, given.rounds, given.streams, (given.milliseconds or 0.0) / 1e3)
+
+
+def report_latencies(addresses: dict[str, str | None], rounds: int, seconds: float) -> None:
+    for name, address in addresses.items():
+        print(f"{name}, load {os.getloadavg()[0]:.1f}")
+        with tempfile.TemporaryDirectory() as folder:
+            found = asyncio.run(latencies(Path(folder), address, rounds, seconds))
+        for kind, values in found.items():
+            middle, high = statistics.median(values), _percentile(values, 0.99)
+            print(f"  {kind:12} {len(values):4} times: {middle:6.1f} ms, 99% within {high:6.1f} ms")
+
+
+def report_paces(addresses: dict[str, str | None], rounds: int, streams: int, seconds: float) -> None:
+    """In turn, since a round takes two seconds and the machine's own speed changes in as many."""
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in addresses}
+    print(f"load {os.getloadavg()[0]:.1f}")
+    for _ in range(rounds):
+        for name, address in addresses.items():
+            with tempfile.TemporaryDirectory() as folder:
+                found[name].append(asyncio.run(pace(Path(folder), address, streams, seconds)))
+    medians = {name: statistics.median(tokens for tokens, _ in values) for name, values in found.items()}
+    for name, values in found.items():
+        commits = statistics.median(commits for _, commits in values)
+        each = ", ".join(f"{tokens:,.0f}" for tokens, _ in values)
+        print(f"{name:10} {streams} streams: {medians[name]:8,.0f} tokens/s in {commits:6.0f} commits/s ({each})")
+    if len(medians) == 2:
+        first, second = medians
+        ratios = [b[0] / a[0] for a, b in zip(found[first], found[second], strict=True)]
+        whole = medians[second] / medians[first]
+        print(f"{second} {whole:.0%} of {first}; by round {min(ratios):.0%} to {max(ratios):.0%}")
 
 
 if __name__ == "__main__":
