@@ -115,6 +115,8 @@ class ScriptedEngine:
         self.cancelled = 0
         self.forgotten: list[str] = []
         self._scripts = list(scripts)
+        self._script_ids: list[list[int]] = []
+        """The tokens of each script, once a reply was continued."""
         self._next = 0
         self._closed = False
         self._strict = strict
@@ -216,7 +218,10 @@ class ScriptedEngine:
 
     def _script_for(self, own_ids: list[int]) -> Script:
         """The script that begins with these tokens, or the current one."""
-        matching = [script for script in self._scripts if _tokens(script)[: len(own_ids)] == own_ids]
+        if len(self._script_ids) < len(self._scripts):
+            self._script_ids = [_tokens(script) for script in self._scripts]
+        pairs = zip(self._scripts, self._script_ids, strict=True)
+        matching = [script for script, ids in pairs if ids[: len(own_ids)] == own_ids]
         return matching[-1] if matching else self._scripts[max(0, self._next - 1) % len(self._scripts)]
 
     def _next_script(self) -> Script:
@@ -266,6 +271,8 @@ def _tokens(script: Script) -> list[int]:
 
 def _remaining(script: Script, count: int) -> Script:
     """The script after its first `count` tokens."""
+    if all(type(item) is int for item in script[:count]):
+        return script[count:]
     for index, item in enumerate(script):
         if count == 0:
             return script[index:]
