@@ -12,13 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from palaver.engines.core.batch_sampler import BLOCK
 from palaver.engines.core.generation import PendingStep
 from palaver.engines.core.logits_changes import LogitsChanges, TokenCounts, TokenMask
 from palaver.engines.core.logits_processor import LogitsProcessor
 from palaver.engines.core.reply_state import ReplyState
 from palaver.engines.core.rng import uniform
-from palaver.engines.core.sampler import HostLogits, _Row
+from palaver.engines.core.sampler import BLOCK, HostLogits, _Row
 from palaver.engines.core.token_masks import BannedStrings, VocabularyIndex
 from palaver.engines.torch.device_changes import MANY_IDS, CountTable, DeviceChanges
 from palaver.engines.torch.device_sampler import DeviceSampler
