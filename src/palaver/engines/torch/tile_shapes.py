@@ -46,8 +46,9 @@ TILES: dict[tuple[int, int], TileShape] = {
     (4096, 12288): TileShape(ROWS, 64, 128, 5, 4, 1, True),
     (4096, 1024): TileShape(ROWS, 64, 128, 4, 4, 8),
     (1024, 2048): TileShape(ROWS, 64, 128, 4, 4, 8),
-    (3072, 1024): TileShape(ROWS, 64, 64, 4, 4, 16),
+    (3072, 1024): TileShape(ROWS, 64, 64, 5, 4, 16),
     (1024, 3072): TileShape(ROWS, 64, 128, 3, 4, 6),
+    (151936, 1024): TileShape(ROWS, 64, 128, 3, 4, 1),
 }
 """By the numbers of outputs and inputs: what was quickest on an H200."""
 MIXED_TILES: dict[tuple[int, int], tuple[tuple[int, TileShape], ...]] = {
@@ -68,9 +69,9 @@ MIXED_TILES: dict[tuple[int, int], tuple[tuple[int, TileShape], ...]] = {
         (256, TileShape(64, 64, 64, 5)),
         (512, TileShape(128, 128, 64, 4, 8)),
     ),
-    (1024, 2048): ((512, TileShape(64, 64, 128, 4)), (0, TileShape(64, 128, 64, 4, 8))),
-    (3072, 1024): ((128, TileShape(64, 64, 128, 4)), (256, TileShape(64, 128, 64, 4, 8))),
-    (1024, 3072): ((0, TileShape(64, 128, 64, 4, 8)),),
+    (1024, 2048): ((512, TileShape(64, 64, 128, 4)), (0, TileShape(64, 128, 64, 5, 8))),
+    (3072, 1024): ((128, TileShape(64, 64, 64, 6)), (256, TileShape(64, 128, 64, 4, 8))),
+    (1024, 3072): ((512, TileShape(64, 64, 128, 4)), (0, TileShape(64, 128, 64, 5, 8))),
 }
 """The same for passes with prompts: up to how many rows each; 0: for all."""
 VECTORS: dict[tuple[int, int], VectorShape] = {
