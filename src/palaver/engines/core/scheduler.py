@@ -58,7 +58,8 @@ class Scheduler:
         """Sequences that ended in this step: their readers know it before what they computed is cached."""
         self._ahead: _AheadPass | None = None
         """The pass that runs already, where the runner runs ahead."""
-        self._pass_costs = PassCosts()
+        self._pass_costs = PassCosts(waits_for_host=runner.run_ahead is not None)
+        self._step_began = 0.0
         self.draft_tokens = self.accepted_tokens = 0
         """Tokens that were drafted so far, and those of them that were sampled, too."""
         self._full_version = -1
@@ -116,6 +117,7 @@ class Scheduler:
 
     def step(self) -> None:
         """Admits requests, then computes chunks of prompts and the next token of every reply."""
+        self._step_began = self._now()
         if self._waiting:
             if self._restoring:
                 self._restore()
@@ -291,7 +293,7 @@ class Scheduler:
     def _decode_drafts(self, sequences: list[SequenceState], verify: VerifyDrafts) -> bool:
         """Computes the next token of each sequence and drafts behind them, then samples as many tokens as the drafts
         hold. Returns False, with nothing done, if there are no drafts."""
-        most = MAX_ROWS // len(sequences) - 1 if sequences else 0
+        most = MAX_ROWS // len(sequences) - 1 if sequences and self._pass_costs.knows_plain(len(sequences)) else 0
         if most < 1 or not all(sequence.pending_tokens == 1 and sequence.prompt_cached for sequence in sequences):
             return False
         drafts = [self._draft(sequence, most) for sequence in sequences]
@@ -314,8 +316,8 @@ class Scheduler:
             held = [self._accept(*one, accepted, extra) for one in zip(verified, steps, strict=True)]
             verified = [one for one, holds in zip(verified, held, strict=True) if holds]
             accepted += 1
-        if self._runner.run_ahead is not None:  # without drafts the device would not wait while the host samples
-            self._pass_costs.record_drafting(len(sequences), drafted, self._now() - began)
+        if self._runner.run_ahead is not None:  # without drafts the device would not wait for anything of this step
+            self._pass_costs.record_drafting(len(sequences), drafted, self._now() - self._step_began)
         return True
 
     def _draft(self, sequence: SequenceState, most: int) -> Sequence[int]:
@@ -378,7 +380,7 @@ class Scheduler:
     def _expects_drafts(self, sequences: list[SequenceState]) -> bool:
         """Whether the next pass is better started when its tokens are known, with drafts behind them."""
         most, costs = MAX_ROWS // len(sequences) - 1, self._pass_costs
-        if self._runner.verify_drafts is None or most < 1:
+        if self._runner.verify_drafts is None or most < 1 or not costs.knows_plain(len(sequences)):
             return False
         return any(self._lookup(sequence).is_promising(most, costs, len(self._running)) for sequence in sequences)
 

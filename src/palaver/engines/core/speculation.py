@@ -11,7 +11,8 @@ two-hundredth of its own time and half a pass."""
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from statistics import fmean
 
 NGRAM = 2
 """Tokens that must stand elsewhere in the text for those behind them to be a draft."""
@@ -53,7 +54,10 @@ class PassCosts:
     """The times of passes by what they compute, each with the sampling of its first tokens or, where passes run ahead
     while the host samples, of all."""
 
-    def __init__(self) -> None:
+    def __init__(self, waits_for_host: bool = False) -> None:
+        """`waits_for_host`: only passes with drafts wait for the host. What it takes differs from pass to pass, and is
+        part of their cost: it is that of the average pass, not of the quickest."""
+        self._waits_for_host = waits_for_host
         self._plain: dict[int, deque[float]] = {}
         """By the number of sequences: the seconds of recent passes with one token of each."""
         self._passes: Counter[int] = Counter()
@@ -66,9 +70,14 @@ class PassCosts:
         self._plain.setdefault(sequences, deque(maxlen=RECENT_PASSES)).append(seconds)
         self._passes[sequences] += 1
 
+    def knows_plain(self, sequences: int) -> bool:
+        """Whether there was a pass with one token of each sequence, which others are compared with."""
+        return sequences in self._plain
+
     def record_drafting(self, sequences: int, drafted: int, seconds: float) -> float:
         """A pass with so many draft tokens. Returns what each of them costs, in tokens that come without drafts."""
-        ratios = self._ratios.setdefault(sequences, {}).setdefault(drafted, _Ratios())
+        by_size = self._ratios.setdefault(sequences, {})
+        ratios = by_size.setdefault(drafted, _Ratios(fmean if self._waits_for_host else min))
         ratio = min(1.0 + drafted, seconds / min(self._plain.get(sequences, (seconds,))))
         ratios.record(ratio, self._passes[sequences])
         return self.extra(sequences, drafted)
@@ -79,7 +88,7 @@ class PassCosts:
         ratios, now = self._ratios.get(sequences, {}), self._passes[sequences]
         known = ratios.get(drafted)
         if known is not None and known.is_recent(now):
-            return max(0.0, sequences * (known.least - 1) / drafted)
+            return max(0.0, sequences * (known.typical - 1) / drafted)
         sizes = [size for size, one in ratios.items() if one.is_recent(now)]
         if not sizes:
             return GUESSED_EXTRA
@@ -88,15 +97,17 @@ class PassCosts:
 
 
 class _Ratios:
-    def __init__(self) -> None:
+    def __init__(self, choose: Callable[[Iterable[float]], float]) -> None:
+        """`choose`: the typical one of recent ratios."""
+        self._choose = choose
         self._recent: deque[float] = deque(maxlen=RECENT_PASSES)
-        self.least = 0.0
+        self.typical = 0.0
         self._last_pass = 0
         """How many passes without drafts there were at the last measurement."""
 
     def record(self, ratio: float, passes: int) -> None:
         self._recent.append(ratio)
-        self.least = min(self._recent)
+        self.typical = self._choose(self._recent)
         self._last_pass = passes
 
     def is_recent(self, passes: int) -> bool:
