@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
-from statistics import fmean
+from statistics import median
 
 NGRAM = 2
 """Tokens that must stand elsewhere in the text for those behind them to be a draft."""
@@ -41,6 +41,8 @@ RECOVERY = 0.01
 """By how much a share goes back to the first one whenever a draft is left out."""
 PROMISING_MATCH = MATCH_SIZES[0]
 
+LEAST_GAIN = 1.1
+"""What drafts must promise where passes without them run ahead of the host."""
 GUESSED_EXTRA = 0.1
 """The cost of a further row before it was measured, as a share of a pass."""
 RECENT_PASSES = 8
@@ -55,9 +57,11 @@ class PassCosts:
     while the host samples, of all."""
 
     def __init__(self, waits_for_host: bool = False) -> None:
-        """`waits_for_host`: only passes with drafts wait for the host. What it takes differs from pass to pass, and is
-        part of their cost: it is that of the average pass, not of the quickest."""
-        self._waits_for_host = waits_for_host
+        """`waits_for_host`: only passes with drafts wait for the host, and what it takes differs from pass to pass. So
+        their cost is that of the median pass, not of the quickest, and they must promise more."""
+        self._choose = median if waits_for_host else min
+        self.least_gain = LEAST_GAIN if waits_for_host else 1.0
+        """How many times the tokens of a pass without drafts are to be expected in the same time."""
         self._plain: dict[int, deque[float]] = {}
         """By the number of sequences: the seconds of recent passes with one token of each."""
         self._passes: Counter[int] = Counter()
@@ -76,8 +80,7 @@ class PassCosts:
 
     def record_drafting(self, sequences: int, drafted: int, seconds: float) -> float:
         """A pass with so many draft tokens. Returns what each of them costs, in tokens that come without drafts."""
-        by_size = self._ratios.setdefault(sequences, {})
-        ratios = by_size.setdefault(drafted, _Ratios(fmean if self._waits_for_host else min))
+        ratios = self._ratios.setdefault(sequences, {}).setdefault(drafted, _Ratios(self._choose))
         ratio = min(1.0 + drafted, seconds / min(self._plain.get(sequences, (seconds,))))
         ratios.record(ratio, self._passes[sequences])
         return self.extra(sequences, drafted)
@@ -182,7 +185,7 @@ class DraftLookup:
         return sum(self._match >= size for size in MATCH_SIZES)
 
     def _best_length(self, max_tokens: int, costs: PassCosts, sequences: int) -> int:
-        share, best, length = self._shares[self._kind], 1.0, 0
+        share, best, length = self._shares[self._kind], costs.least_gain, 0
         for size in DRAFT_LENGTHS:
             size = min(size, max_tokens)
             cost = size * costs.extra(sequences, size * sequences)
