@@ -235,8 +235,11 @@ class DraftLookup:
 
     def _index(self) -> None:
         """Adds the positions of new tokens. The end of the text is not one of them: nothing follows there yet."""
-        ids, earlier = self._token_ids, self._earlier
-        for position in range(self._first + len(earlier), len(ids)):
-            key = tuple(ids[max(0, position - NGRAM) : position])
-            earlier.append(self._following.get(key, 0))
-            self._following[key] = position
+        ids, earlier, following = self._token_ids, self._earlier, self._following
+        while len(earlier) + self._first < min(NGRAM, len(ids)):  # there too few tokens come before
+            earlier.append(0)
+        first = self._first + len(earlier)
+        before = zip(*(ids[first - NGRAM + place : place - NGRAM] for place in range(NGRAM)), strict=True)
+        for position, key in enumerate(before, first):
+            earlier.append(following.get(key, 0))
+            following[key] = position
