@@ -50,7 +50,13 @@ class Terminal:
         self._stream = pyte.ByteStream(self.screen)
         self.written = b""
         self._child: Any = pexpect.spawn(
-            command[0], list(command[1:]), dimensions=(rows, columns), env=variables, echo=echo, timeout=None
+            command[0],
+            list(command[1:]),
+            dimensions=(rows, columns),
+            env=variables,
+            echo=echo,
+            timeout=None,
+            preexec_fn=_hear_hangups,
         )
         self._child.delaybeforesend = None
 
@@ -192,6 +198,11 @@ class Terminal:
             if on_update:
                 on_update()
         return True
+
+
+def _hear_hangups() -> None:
+    """The program would ignore them where the tests do, as under `nohup`."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 _REMOVED_VARIABLES = ("NO_COLOR", "COLUMNS", "LINES", "EDITOR", "VISUAL", "TMUX", "VTE_VERSION", "CI")
