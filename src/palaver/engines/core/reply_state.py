@@ -32,8 +32,6 @@ class ReplyState:
         self._stop_ids_cache: dict[int, frozenset[int]] = {}
         self._forced_ids: tuple[int, ...] = ()
         self._answer_at = prompt.answer_at
-        self._may_be_closed = self._answer_at is not None or sampling.thinking_budget is not None
-        """Whether tokens that close a thought may become forced."""
         self._thinking_tokens = 0
         self.text_since_transition = b""
         """The text of the last token that belongs to the state it led to."""
@@ -93,7 +91,6 @@ class ReplyState:
         first one that was requested."""
         if self._answer_at is None:
             self._answer_at = len(self.token_ids) if position is None else position
-            self._may_be_closed = True
         self._force_closing()
         return self._answer_at
 
@@ -109,7 +106,7 @@ class ReplyState:
             self.text_since_transition = text
         elif self._tracked or ends:
             self._track(token_id, ends)
-        if self._forced_ids or self._may_be_closed:
+        if self._forced_ids or self._answer_at is not None or self._sampling.thinking_budget is not None:
             self._advance_forced(token_id)
         if self.ended is None:
             self._check_limits()
