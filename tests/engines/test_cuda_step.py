@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -515,6 +516,24 @@ def test_random_numbers_are_those_of_the_host() -> None:
     assert float(case.step._settings[0, 4]) == number
     shares = logits[0].double().softmax(0).cumsum(0)
     assert int(results()[0, device_filters.TOKEN]) == int((shares <= number).sum())
+
+
+@torch.inference_mode()
+def test_known_logits_are_sampled_as_those_of_a_step() -> None:
+    case = Case(False, name="odd_vocabulary")
+    slots = [case.torch_logits(length)[0] for length in (4, 9)]
+    state = UniformStream(seed=7, choice=0).state
+    rows = [
+        StepRow(sequence_chunk(slot, n - 1, IDS[n - 1 : n]), Sampling(temperature=1.0), state, 3)
+        for slot, n in zip(slots, (4, 9), strict=True)
+    ]
+    logits, results = case.step.run(rows)
+    known, expected = [row[None].clone() for row in logits], results()
+    after = case.step.repeat()[0].clone()
+    again, sampled = case.step.resume(rows, known)
+    assert torch.equal(again, torch.cat(known))
+    assert np.array_equal(sampled(), expected)
+    assert torch.equal(case.step.repeat()[0], after)
 
 
 @ON_GPU

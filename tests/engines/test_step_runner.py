@@ -64,9 +64,9 @@ class TorchStep:
         self.max_rows = max_rows
         self.max_prompt_tokens = max_prompt_tokens
         self._sampled = torch.zeros(max_rows, dtype=torch.int64)
-        self.mixed = self.mixed_ahead = self.moved = self.repeated = self.verified = 0
+        self.mixed = self.mixed_ahead = self.moved = self.repeated = self.verified = self.resumed = 0
         """Passes with prompts beside rows, those of them whose tokens the host didn't know, passes whose rows are not
-        those of the pass before, passes of the same rows, and passes with drafts."""
+        those of the pass before, passes of the same rows, passes with drafts, and batches whose logits were known."""
         self._rows: list[StepRow] = []
 
     def set_tokens(self, tokens: Tensor) -> None:
@@ -98,6 +98,11 @@ class TorchStep:
         found = [self.run([row]) for row in rows]
         table = np.concatenate([results() for _, results in found])
         return torch.cat([logits for logits, _ in found]), lambda: table
+
+    def resume(self, rows: Sequence[StepRow], logits: Sequence[Tensor]) -> tuple[Tensor, Results]:
+        self.resumed += 1
+        self._rows = list(rows)
+        return self._sample(torch.cat(list(logits)))
 
     def repeat(self) -> tuple[Tensor, Results]:
         self.repeated += 1
@@ -180,6 +185,37 @@ async def test_drafts_change_no_reply(folder_of: Callable[[str], Path]) -> None:
         assert bool(step.verified) is speculate
         await engine.close()
     assert found[0] == found[1]
+
+
+async def test_cached_prompts_are_resumed(folder_of: Callable[[str], Path]) -> None:
+    """Replies to a cached prompt, alone, several at once and beside one that runs, are those to a computed one."""
+    options = EngineOptions(limits=SchedulerLimits(max_running=4), fused=True, compiled=False, run_ahead=True)
+    engine = load(folder_of("qwen3"), vocabulary=tiny.VOCABULARY, options=options)
+    step = replace_runner(engine, 4, 64)
+    prompts = [tuple(b"the first prompt"), tuple(b"a second one of another length")]
+    settings = [Sampling(temperature=0.8, seed=seed, max_tokens=40) for seed in range(3)]
+    settings.append(Sampling(temperature=0.8, seed=3, max_tokens=40, repetition_penalty=1.3))
+    fresh = [
+        [(await run(engine, Prompt(ids, owner=f"fresh {number}"), one)).ids for number, one in enumerate(settings)]
+        for ids in prompts
+    ]
+    for ids in prompts:
+        await run(engine, Prompt(ids), Sampling(temperature=0, max_tokens=1))
+    assert not step.resumed
+    for ids, expected in zip(prompts, fresh, strict=True):
+        assert [(await run(engine, Prompt(ids), one)).ids for one in settings] == expected
+    assert step.resumed == len(prompts) * len(settings)
+    at_once = await asyncio.gather(*(run(engine, Prompt(ids), settings[0]) for ids in prompts))
+    assert [reply.ids for reply in at_once] == [expected[0] for expected in fresh]
+    repeated = step.repeated
+    async with engine.generate(Prompt(tuple(b"a long reply")), Sampling(temperature=0.8, seed=9, max_tokens=400)) as one:
+        async for output in one:
+            if isinstance(output, Step):
+                beside = await asyncio.gather(*(run(engine, Prompt(ids), settings[1]) for ids in prompts))
+                break
+    assert [reply.ids for reply in beside] == [expected[1] for expected in fresh]
+    assert step.repeated > repeated
+    await engine.close()
 
 
 async def test_prompts_join_passes_that_run_ahead(folder_of: Callable[[str], Path]) -> None:

@@ -74,6 +74,14 @@ there is no room.
 """
 
 
+ResumeCached: TypeAlias = Callable[[Sequence[SequenceState], Sequence[Logits]], Logits]
+"""The cached logits of sequences that have nothing to compute, as a pass over their last tokens would return them.
+
+`run_ahead` then goes on from their tokens as from those of a pass. The next pass may overwrite them. Call it only while
+no pass runs ahead.
+"""
+
+
 class Runner(Protocol):
     @property
     def reuse(self) -> str:
@@ -142,6 +150,11 @@ class Runner(Protocol):
         ...
 
     @property
+    def resume_cached(self) -> ResumeCached | None:
+        """None where cached logits are sampled as they are."""
+        ...
+
+    @property
     def verify_drafts(self) -> VerifyDrafts | None:
         """None where a token's bits depend on the tokens that are computed in the same pass."""
         ...
@@ -179,6 +192,7 @@ class SlotRunner(ABC, Generic[A]):
     max_replayed = 0
     mixed_tokens: MixedTokens | None = None
     run_ahead: RunAhead | None = None
+    resume_cached: ResumeCached | None = None
     verify_drafts: VerifyDrafts | None = None
 
     def __init__(self, layout: KVLayout[A], cache_bytes: int, context_length: int) -> None:

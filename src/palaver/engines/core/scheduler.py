@@ -363,12 +363,13 @@ class Scheduler:
     def _is_ahead(self, sequence: SequenceState) -> bool:
         return self._running.get(sequence.generation) is sequence and sequence.pending_tokens == 0
 
-    def _emit_all(self, sequences: list[SequenceState], logits: Logits) -> None:
-        """Samples and emits a token of each sequence. Where the runner runs ahead, the next pass starts before that."""
+    def _emit_all(self, sequences: list[SequenceState], logits: Logits, may_draft: bool = True) -> None:
+        """Samples and emits a token of each sequence. Where the runner runs ahead, the next pass starts before that.
+        `may_draft`: whether it may wait for drafts instead."""
         for row, sequence in enumerate(sequences):
             self._cache_prompt(sequence, logits, row)
         ahead = None
-        if self._runner.run_ahead is not None and not self._expects_drafts(sequences):
+        if self._runner.run_ahead is not None and not (may_draft and self._expects_drafts(sequences)):
             prompts = self._share_pass(sequences)
             if prompts or (prompts is not None and not all(s.processor.reply.at_limit for s in sequences)):
                 ahead = self._ahead = _AheadPass(self._runner.run_ahead, sequences, prompts)
@@ -391,12 +392,21 @@ class Scheduler:
             return
         for sequence, _ in found:
             sequence.cached_logits, sequence.prompt_cached = None, True
-        sequences = [sequence for sequence, _ in found]
-        first, *others = [logits for _, logits in found]
-        for sequence, step in zip(
-            sequences, _sample(first.joined(others) if others else first, sequences), strict=True
-        ):
+        sequences, cached = [sequence for sequence, _ in found], [logits for _, logits in found]
+        if self._ahead is None:  # to look for drafts takes time, in which the first pass can run
+            self._emit_all(sequences, self._join_cached(sequences, cached), may_draft=False)
+            return
+        for sequence, step in zip(sequences, _sample(_join(cached), sequences), strict=True):
             self._emit(sequence, step)
+
+    def _join_cached(self, sequences: list[SequenceState], cached: list[Logits]) -> Logits:
+        """As one batch, from which passes run ahead. No pass does so yet."""
+        try:
+            if self._runner.resume_cached is not None:
+                return self._runner.resume_cached(sequences, cached)
+        except Exception as error:
+            as_engine_error(error)  # raises where the device is lost; else they are sampled as they are
+        return _join(cached)
 
     def _cache_prompt(self, sequence: SequenceState, logits: Logits, row: int) -> None:
         """Caches the prompt, once, after all of it is computed."""
@@ -539,6 +549,10 @@ class _Verified:
         """The token after so many accepted ones, if it is sampled already."""
         known = accepted < len(self.steps) and self.sequence.processor.draws_freely
         return self.steps[accepted] if known else None
+
+
+def _join(logits: Sequence[Logits]) -> Logits:
+    return logits[0].joined(logits[1:]) if len(logits) > 1 else logits[0]
 
 
 def _sample_verified(logits: Logits, verified: Sequence[_Verified], accepted: int) -> list[SampledStep]:

@@ -43,6 +43,7 @@ class LlamaRunner:
         self.reuse = "to the token" if truncates else "snapshots"
         self.mixed_tokens = None
         self.run_ahead = None
+        self.resume_cached = None
         self.verify_drafts = None
         self.supports_batching = True
         self.prefills_last_token = passes.prefills_last_token

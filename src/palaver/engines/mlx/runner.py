@@ -112,6 +112,7 @@ class MLXRunner:
         self.reuse = "to the token" if model.always_truncates else "snapshots"
         self.mixed_tokens = None
         self.run_ahead = None
+        self.resume_cached = None
         self.verify_drafts = None
         self.supports_batching = True
         self.forward_seconds = 0.0

@@ -215,7 +215,7 @@ class DecoderStep:
         }
         short = StepBuffers(model, self._short_rows, lambda projection: projection.tile, shared)
         self._mixed_buffers[self._short_rows] = short
-        self._logits = torch.zeros(2, max_rows, model.head.outputs, device=self.device)
+        self._logits = torch.full((2, max_rows, model.head.outputs), -torch.inf, device=self.device)
         on_cuda = self.device.type == "cuda"
         shape = (2, max_rows, device_filters.WIDTH)
         self._results = torch.zeros(shape, dtype=torch.float64, pin_memory=on_cuda)
@@ -231,9 +231,9 @@ class DecoderStep:
         self._unpacked = model.embedding.new_zeros(max((one.outputs * one.inputs for one in packed), default=0))
         """The numbers of one layer's packed weights as floats, for products with many rows."""
         self._capacity = 0
-        self._graphs: dict[tuple[int, int, bool, int], Callable[[], Tensor]] = {}
-        """By the numbers of rows of a step, and of all rows, whether they may be tokens of one sequence, and the place
-        of the logits and results."""
+        self._graphs: dict[tuple[int, int, bool, bool, int], Callable[[], Tensor]] = {}
+        """By the numbers of rows of a step, and of all rows, whether they may be tokens of one sequence, whether their
+        logits are known, and the place of the logits and results."""
         self._count = self._longest = 0
         """The rows of the last step, and the last position of the longest of them."""
         self.costs: MixedCosts | None = None
@@ -287,6 +287,18 @@ class DecoderStep:
         self._prepare(rows)
         self._load_rows(rows)
         self._replay(self._bucket(len(rows)), drafts=True)
+        return self._take_results(len(rows))
+
+    def resume(self, rows: Sequence[StepRow], logits: Sequence[Tensor]) -> tuple[Tensor, HostResults]:
+        """As `run`, where the logits after each row are known, [1, vocabulary] each: they are sampled, and no layer is
+        computed."""
+        self._prepare(rows)
+        self._load_rows(rows)
+        place = self._logits[1 - self._place, :, : self.model.vocabulary_size]
+        for row, known in enumerate(logits):
+            place[row].copy_(known[0])
+        self._replay(self._bucket(len(rows)), known=True)
+        self._count = len(rows)
         return self._take_results(len(rows))
 
     def repeat(self) -> tuple[Tensor, HostResults]:
@@ -399,9 +411,10 @@ class DecoderStep:
         """Captures the graphs of all numbers of rows, so that no request waits for one; those that verify drafts up to
         so many rows."""
         if self.capture is not None:
-            steps = [(bucket, 0, False) for bucket in self._buckets]
-            steps += [(bucket, 0, True) for bucket in self._buckets if 1 < bucket <= drafted_rows]
-            steps += [(self.max_rows, rows, False) for rows in self.mixed_rows]
+            steps = [(bucket, 0, False, False) for bucket in self._buckets]
+            steps += [(bucket, 0, True, False) for bucket in self._buckets if 1 < bucket <= drafted_rows]
+            steps += [(bucket, 0, False, True) for bucket in self._buckets]
+            steps += [(self.max_rows, rows, False, False) for rows in self.mixed_rows]
             for step in steps:
                 for _ in range(2):  # one for each place of the results
                     self._replay(*step)
@@ -444,30 +457,34 @@ class DecoderStep:
             seconds.append(began.elapsed_time(ended) / 1e3)
         return min(seconds)
 
-    def _replay(self, bucket: int, total: int = 0, drafts: bool = False) -> None:
-        """`total`: all rows of a mixed step, else 0. `drafts`: as in `verify`."""
+    def _replay(self, bucket: int, total: int = 0, drafts: bool = False, known: bool = False) -> None:
+        """`total`: all rows of a mixed step, else 0. `drafts`: as in `verify`. `known`: as in `resume`."""
         self._place = 1 - self._place
+        compute = partial(self._compute, bucket, total, drafts, known)
         if self.capture is None:
-            self._compute(bucket, total, drafts)
+            compute()
             return
-        key = bucket, total, drafts, self._place
+        key = bucket, total, drafts, known, self._place
         if key not in self._graphs:
-            self._compute_for_compilation(bucket, total, drafts)
-            self._graphs[key] = self.capture(partial(self._compute, bucket, total, drafts))
+            self._compute_for_compilation(compute)
+            self._graphs[key] = self.capture(compute)
         self._graphs[key]()
 
-    def _compute_for_compilation(self, bucket: int, total: int, drafts: bool) -> None:
+    def _compute_for_compilation(self, compute: Callable[[], Tensor]) -> None:
         """Kernels can't be compiled while a graph is captured. Leaves the tables and the cache as they are."""
         held = [tensor.clone() for tensor in (self._table, self._settings, self._sampled)]
         self._table.zero_()
         self._table[3:6] = torch.tensor(self._unused_address, device=self.device)[:, None]
-        self._compute(bucket, total, drafts)
+        compute()
         for tensor, before in zip((self._table, self._settings, self._sampled), held, strict=True):
             tensor.copy_(before)
 
-    def _compute(self, rows: int, total: int, drafts: bool) -> Tensor:
+    def _compute(self, rows: int, total: int, drafts: bool, known: bool) -> Tensor:
         """As in `_replay`."""
-        buffers = self._buffers
+        buffers, logits = self._buffers, self._logits[self._place, :rows]
+        if known:
+            self._embed(self.inputs, buffers, self._settings, rows)  # which draws the random numbers, too
+            return self._sample(logits)
         vector = rows == 1 and not total and not drafts and not self.exact and not self.model.quantized
         self._embed(self.inputs, buffers if not total else self._buffers_of(total), self._settings, rows)
         if total:
@@ -481,11 +498,16 @@ class DecoderStep:
                     self._rotate_and_write(layer, index, self.inputs, buffers.qkv[:rows])
                 self._attend(layer, index, buffers, rows, rotated=drafts)
                 self._finish_layer(index, buffers, self.inputs, rows=rows)
-        logits, head, softcap = self._logits[self._place, :rows], self.model.head, self.model.logit_softcap
+        head, softcap = self.model.head, self.model.logit_softcap
         if vector:
             self._matvec(head, buffers.hidden, logits, gain=self.model.final_gain, softcap=softcap)
         else:
             self._linear(head, buffers.scaled, logits, squares=buffers.down_squares, softcap=softcap, rows=rows)
+        return self._sample(logits)
+
+    def _sample(self, logits: Tensor) -> Tensor:
+        """Samples the first rows; the next step goes on with their tokens."""
+        rows = len(logits)
         settings, lists = self._settings[:rows], self.lists
         lists.compute(logits, settings)
         results = sampling_kernels.sample_rows(logits, logits, settings, lists, lists)

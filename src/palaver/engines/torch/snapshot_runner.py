@@ -216,6 +216,7 @@ class SnapshotRunner:
         self.reuse = "snapshots" if abilities.copies else f"none: {abilities.reason}"
         self.mixed_tokens = None
         self.run_ahead = None
+        self.resume_cached = None
         self.verify_drafts = None
         self.supports_batching = False
         self.prefills_last_token = False

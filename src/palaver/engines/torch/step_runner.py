@@ -165,6 +165,8 @@ class StepRunner(TorchRunner):
         self._room = 0
         """The sequences of the last step, one a row, and for how many more tokens their slots have room."""
         self.mixed_tokens = self._mixed_tokens
+        if self.run_ahead is not None:
+            self.resume_cached = self._resume_cached
         if speculate:
             self.verify_drafts = self._verify_drafts
         long_prompts = long_prompts and not step.model.quantized  # which torch's operations unpack more slowly
@@ -219,6 +221,24 @@ class StepRunner(TorchRunner):
         for sequence, count in zip(everyone, counts, strict=True):
             sequence.computed_tokens += count
         return logits
+
+    def _resume_cached(self, sequences: Sequence[SequenceState], cached: Sequence[Logits]) -> Logits:
+        tensors = [logits.tensor for logits in cached if isinstance(logits, DeviceLogits)]
+        assert len(tensors) == len(cached), "logits of one runner are of one kind"
+        rows = [self._step_row(sequence, self._last_chunk(sequence)) for sequence in sequences]
+        logits, results = self._step.resume(rows, tensors)
+        self._keep_rows(sequences, rows)
+        return SampledLogits(logits, self._sampler, results, range(len(rows)), self._sample_again)
+
+    def _last_chunk(self, sequence: SequenceState) -> SequenceChunk:
+        """Of the last token, which is computed."""
+        chunk = self._chunk(sequence, sequence.token_ids[-1:])
+        return replace(chunk, start=chunk.start - 1)
+
+    def _keep_rows(self, sequences: Sequence[SequenceState], rows: Sequence[StepRow]) -> None:
+        """The next step may be of the same rows, which are one a sequence."""
+        self._repeated = list(sequences)
+        self._room = min(row.chunk.pool.capacity - row.chunk.start - 1 for row in rows)
 
     def _verify_drafts(self, sequences: Sequence[SequenceState], drafts: Sequence[Sequence[int]]) -> Logits:
         self._grow_slots(sequences, [1 + len(draft) for draft in drafts])
@@ -294,8 +314,10 @@ class StepRunner(TorchRunner):
         known = [-1] * (len(rows) - len(sources))
         logits, results = self._step.run(rows, [*sources, *known] if sources else None, prompts)
         single = len(rows) == len(sequences)
-        self._repeated = list(sequences) if single else ()
-        self._room = min(row.chunk.pool.capacity - row.chunk.start - 1 for row in rows) if single else 0
+        if single:
+            self._keep_rows(sequences, rows)
+        else:
+            self._room = 0
         self.forward_seconds += time.thread_time() - began
         own = range(len(rows)) if single else places
         return SampledLogits(logits, self._sampler, results, own, self._sample_again)
