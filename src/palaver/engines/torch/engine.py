@@ -55,7 +55,9 @@ from palaver.engines.torch.forward_probe import (
     CUDA_KERNELS,
     FEW_OPERATIONS,
     KERNELS_VERSION,
+    LAYER_KERNELS_VERSION,
     LENGTH,
+    LIBRARY_AND_KERNELS,
     PROBE_BYTES,
     ForwardProbe,
     check_required,
@@ -136,7 +138,11 @@ def _thread_context(threads: TorchThreads, on_host: bool) -> Callable[[], Abstra
 
 def _fingerprint(info: EngineInfo) -> Fingerprint:
     device = torch.device(info.device)
-    runners = {FEW_OPERATIONS: "fused", CUDA_KERNELS: f"kernels-{KERNELS_VERSION}"}
+    runners = {
+        FEW_OPERATIONS: "fused",
+        CUDA_KERNELS: f"kernels-{KERNELS_VERSION}",
+        LIBRARY_AND_KERNELS: f"layers-{LAYER_KERNELS_VERSION}",
+    }
     runner = next((name for steps, name in runners.items() if info.steps.startswith(steps)), "library")
     unit = torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
     build, sampler = f"torch-{torch.__version__}-{unit}", f"sampler-{sampler_version(device)}"

@@ -28,8 +28,11 @@ PROBE_BYTES = 1 << 24
 NOT_COMPILED = ", not compiled: "
 FEW_OPERATIONS = "few operations"
 CUDA_KERNELS = "CUDA kernels"
-KERNELS_VERSION = 1
-"""Raised when the CUDA kernels may give the same text other bits than before."""
+LIBRARY_CODE = "the model's own code"
+LIBRARY_AND_KERNELS = f"{LIBRARY_CODE} and kernels"
+KERNELS_VERSION = LAYER_KERNELS_VERSION = 1
+"""Raised when the CUDA kernels may give the same text other bits than before: those of a whole step, and those of some
+layers of the library's models."""
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 """Relative to the largest logit: about one unit in the last place of a narrow dtype."""
 

@@ -7,7 +7,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ from palaver.engines.torch.devices import TensorLayout, TensorMemory
 from palaver.engines.torch.hybrid_graphs import NoAttention, RowAttention, RowPasses
 from palaver.engines.torch.library_decoder import LibraryDecoder, SlotCache
 from palaver.engines.torch.media import MediaEncoder
+
+if TYPE_CHECKING:  # it needs Triton
+    from palaver.engines.torch.hybrid_kernels import LayerKernels
 
 NO_ATTENTION = (((1, 1), (1, 1)),)
 """The keys and values of a model without attention: slots need some."""
@@ -287,6 +290,8 @@ class HybridDecoder(LibraryDecoder):
         self.states.on_resized = self._drop_views
         self._passes: RowPasses | None = None
         """Decode passes as graphs; None where every operation is launched by itself."""
+        self._kernels: LayerKernels | None = None
+        """What takes the place of some layers of the model."""
         self._attention: RowAttention | None = None
         self._num_rows = 0
         """What attends in the pass that runs, if it is one of these, and its number of rows."""
@@ -303,6 +308,22 @@ class HybridDecoder(LibraryDecoder):
     def drop_graphs(self) -> None:
         self._passes = None
 
+    def use_kernels(self) -> None:
+        """From now on kernels compute the layers that they know. Raises where there are none, as without Triton."""
+        from palaver.engines.torch.hybrid_kernels import LayerKernels  # it needs Triton
+
+        self._kernels = LayerKernels(self._model)
+        self._kernels.attach()
+
+    def drop_kernels(self) -> None:
+        if self._kernels is not None:
+            self._kernels.detach()
+            self._kernels = None
+
+    @property
+    def uses_kernels(self) -> bool:
+        return self._kernels is not None
+
     @property
     def uses_graphs(self) -> bool:
         """Whether decode passes were captured."""
@@ -313,6 +334,7 @@ class HybridDecoder(LibraryDecoder):
             super().attach()
 
     def detach(self) -> None:
+        self.drop_kernels()
         if self._kv_layers:
             super().detach()
 

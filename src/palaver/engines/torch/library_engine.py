@@ -39,6 +39,8 @@ from palaver.engines.torch.forward_probe import (
     FEW_OPERATIONS,
     FIRST,
     LENGTH,
+    LIBRARY_AND_KERNELS,
+    LIBRARY_CODE,
     PROBE_BYTES,
     SECOND,
     ForwardProbe,
@@ -221,7 +223,7 @@ def pick_runner(
         except CantCompile:
             raise
         except Exception as error:  # whatever went wrong, the model's own cache may still work
-            check_required(options, explain_not_compiled(library, _LIBRARY_CODE, error))
+            check_required(options, explain_not_compiled(library, LIBRARY_CODE, error))
             runner, steps = probe.pick_snapshot_runner(
                 cache_bytes, context_length, threads, failure_reason(error), options.exact
             )
@@ -281,7 +283,7 @@ class ModelProbe(ForwardProbe):
         except Exception as error:  # then the library's code runs it
             own = self._library_decoder(layout)
             self._read_step_model(own, layout, context_length, options)
-            best, steps = self.with_cuda_graphs(own, layout, _LIBRARY_CODE, options)
+            best, steps = self.with_cuda_graphs(own, layout, LIBRARY_CODE, options)
             return best, explain_not_compiled(library, steps, error)
         self.step = (parts.step_model, decoder)
         best, steps = self.with_cuda_graphs(decoder, layout, FEW_OPERATIONS, options)
@@ -330,7 +332,7 @@ class ModelProbe(ForwardProbe):
             except Exception as error:
                 not_compiled = error
         forward: LibraryDecoder | TextAndMediaDecoder = own
-        steps = _LIBRARY_CODE
+        steps = LIBRARY_CODE
         try:
             if not options.fused or options.exact or self.rope is not None:
                 raise UnsupportedModel("it is not wanted")
@@ -445,12 +447,13 @@ class ModelProbe(ForwardProbe):
         batches. `reason`: why TorchRunner can't run it."""
         depends_on_length = self._depends_on_pass_length()
         cached = not depends_on_length and self._is_cache_correct([FIRST, 1, 1, 1])
-        steps = _LIBRARY_CODE
+        steps = LIBRARY_CODE
         if not exact:
             try:
                 if depends_on_length or self.rope is not None:
                     raise UnsupportedModel("it has angles that depend on the length")
                 decoder, chunks = self._hybrid_decoder(cached, reason)
+                steps = LIBRARY_AND_KERNELS if decoder.uses_kernels else steps
                 steps = f"{steps}, recorded" if decoder.uses_graphs else steps
                 return HybridRunner(decoder, cache_bytes, context_length, threads, chunks, self._media), steps
             except Exception as error:
@@ -475,24 +478,30 @@ class ModelProbe(ForwardProbe):
         decoder = HybridDecoder(self._model, layout, self._media)
         try:
             decoder.attach()
-            for graphs, chunks in ((True, True), (True, False), (False, True)):
+            for kernels, graphs, chunks in _HYBRID_WAYS:
                 with suppress(Exception):
-                    self._try_hybrid(decoder, alone, graphs, chunks)
+                    self._try_hybrid(decoder, alone, kernels, graphs, chunks)
                     return decoder, chunks
-            self._try_hybrid(decoder, alone, graphs=False, chunks=False)
+            self._try_hybrid(decoder, alone, kernels=False, graphs=False, chunks=False)
             return decoder, False
         except BaseException:
             decoder.detach()
             raise
 
     def _try_hybrid(
-        self, decoder: HybridDecoder, alone: Sequence[dict[int, Tensor]], graphs: bool, chunks: bool
+        self, decoder: HybridDecoder, alone: Sequence[dict[int, Tensor]], kernels: bool, graphs: bool, chunks: bool
     ) -> None:
-        """As `_check_hybrid`. `graphs`: whether decode passes are captured."""
+        """As `_check_hybrid`. `kernels`: whether they compute layers, which they do less precisely than float32.
+        `graphs`: whether decode passes are captured."""
         decoder.drop_graphs()
+        decoder.drop_kernels()
+        if (kernels or graphs) and decoder.device.type != "cuda":
+            raise UnsupportedModel("there are neither kernels nor graphs")
+        if kernels:
+            if decoder.dtype == torch.float32:
+                raise UnsupportedModel("the kernels are for narrow floats")
+            decoder.use_kernels()
         if graphs:
-            if decoder.device.type != "cuda":
-                raise UnsupportedModel("there are no graphs")
             decoder.use_graphs(CudaGraphCapture(decoder.device))
         self._check_hybrid(decoder, alone, chunks)
 
@@ -583,7 +592,8 @@ class ModelProbe(ForwardProbe):
             self.compare(state.feed(self.ids[at - size : at]), at)
 
 
-_LIBRARY_CODE = "the model's own code"
+_HYBRID_WAYS = ((True, True, True), (False, True, True), (False, True, False), (False, False, True))
+"""Whether a hybrid model runs with kernels, with graphs, and its prompts in chunks: the fastest first."""
 _HYBRID_PROMPTS = (FIRST, 7, 11)
 """Tokens of the prompts in the probe of batches with recurrent states."""
 
