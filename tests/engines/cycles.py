@@ -38,7 +38,7 @@ SCHEMA = {
     "additionalProperties": False,
 }
 SETTINGS = {
-    "greedy": Sampling(temperature=0, max_tokens=16),
+    "greedy": Sampling(temperature=0, max_tokens=10),
     "sampled": Sampling(
         temperature=0.9,
         top_k=40,
@@ -48,10 +48,10 @@ SETTINGS = {
         presence_penalty=0.3,
         frequency_penalty=0.2,
         min_tokens=10,
-        max_tokens=16,
+        max_tokens=10,
         seed=5,
     ),
-    "budget": Sampling(temperature=0.8, thinking_budget=4, min_tokens=14, max_tokens=16, seed=3),
+    "budget": Sampling(temperature=0.8, thinking_budget=4, min_tokens=12, max_tokens=12, seed=3),
     "stop": Sampling(temperature=1.0, min_tokens=8, max_tokens=40, stop=("a", "e", "i"), seed=7),
     "schema": Sampling(
         temperature=1.0,
