@@ -30,7 +30,7 @@ from tests.engines import tiny
 from tests.engines.generate import continued, run
 from tests.engines.reference import reference
 
-LENGTH = 24
+LENGTH = 14
 GREEDY = Sampling(temperature=0, max_tokens=LENGTH, banned_ids=(tiny.END,))
 TEXTS = (b"Hi", b"A text that is a good deal longer than the others, by far", b"x", b"abc" * 9, b"some more")
 
