@@ -268,7 +268,7 @@ def test_a_reply_cut_at_any_token_goes_on_as_uncut(
     kind: str, sampling: Sampling, request: pytest.FixtureRequest
 ) -> None:
     loaded: Loaded = request.getfixturevalue(kind)
-    sampling = replace(sampling, block_length=8)
+    sampling = replace(sampling, block_length=8, max_tokens=24)
     uncut = loaded.tokens(PROMPT, sampling)
     for cut in range(len(uncut)):
         prompt = replace(PROMPT, reply_ids=tuple(uncut[:cut]))
@@ -280,7 +280,7 @@ def test_a_reply_stopped_at_any_step_keeps_whole_blocks_and_goes_on_as_uncut(
     kind: str, request: pytest.FixtureRequest
 ) -> None:
     loaded: Loaded = request.getfixturevalue(kind)
-    sampling = replace(DRAWN, block_length=8)
+    sampling = replace(DRAWN, block_length=8, max_tokens=24)
     uncut = loaded.run(PROMPT, sampling)
     drafts = sum(isinstance(output, Draft) for output in uncut)
     for step in range(1, drafts + 1):
