@@ -6,12 +6,10 @@ import json
 import os
 import runpy
 import shutil
-import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +17,15 @@ import httpx
 import pytest
 from playwright.sync_api import Browser, BrowserContext, Page, Playwright, expect, sync_playwright
 
+from tests.web.forked import HELD, fork_server
+
 ROOT = Path(__file__).parents[2]
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 PATIENCE = 240.0
 """Seconds for which anything is waited for; what takes its time on a busy machine is no failure."""
 expect.set_options(timeout=PATIENCE * 1000)
 THOUGHT = "The first line of it.\nThe second line of it.\n\nAnother paragraph."
+ENDLESS_THOUGHT = THOUGHT + " and so on" * 8_000
 
 
 class Served:
@@ -39,7 +40,7 @@ class Served:
             self._options += ["--script", str(folder / "script.json")]
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: BaseProcess | None = None
 
     def __enter__(self) -> Served:
         self.start()
@@ -49,28 +50,40 @@ class Served:
         self.kill()
 
     def start(self, ready: bool = True) -> None:
-        command = [sys.executable, "-m", "tests.web.served", str(self.folder), "--port", str(self.port)]
-        environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
-        self._process = subprocess.Popen([*command, *self._options], cwd=ROOT, env=environment)
+        self._process = fork_server([str(self.folder), "--port", str(self.port), *self._options])
         until = time.monotonic() + PATIENCE
         while ready and not self._is_ready():
-            assert self._process.poll() is None, "the server ended"
+            assert self._process.exitcode is None, "the server ended"
             assert time.monotonic() < until, "the server did not come up"
-            time.sleep(0.1)
+            time.sleep(0.05)
+
+    def hold(self) -> None:
+        """Lets replies wait where their script says so."""
+        (self.folder / HELD).touch()
+
+    def go_on(self) -> None:
+        (self.folder / HELD).unlink(missing_ok=True)
+
+    @property
+    def is_running(self) -> bool:
+        return self._process is not None
 
     def kill(self) -> None:
         """Without a word of warning."""
-        self._signal(signal.SIGKILL)
+        if self._process is not None:
+            self._process.kill()
+            self._wait()
 
     def end(self) -> None:
         """In order."""
-        self._signal(signal.SIGTERM)
-
-    def _signal(self, number: signal.Signals) -> None:
         if self._process is not None:
-            self._process.send_signal(number)
-            self._process.wait()
-            self._process = None
+            self._process.terminate()
+            self._wait()
+
+    def _wait(self) -> None:
+        assert self._process is not None
+        self._process.join()
+        self._process = None
 
     def _is_ready(self) -> bool:
         try:
@@ -169,7 +182,7 @@ def quick(tmp_path_factory: pytest.TempPathFactory, built: None) -> Iterator[Ser
 @pytest.fixture(scope="session")
 def endless(tmp_path_factory: pytest.TempPathFactory, built: None) -> Iterator[Served]:
     """One server whose replies think until they are stopped: nobody is too late to stop them."""
-    script = [{"thought": THOUGHT + " and so on" * 8_000, "answer": "Yes."}]
+    script = [{"thought": ENDLESS_THOUGHT, "answer": "Yes."}]
     with Served(tmp_path_factory.mktemp("endless"), "--rate", "60", script=script) as served:
         yield served
 

@@ -1,6 +1,7 @@
 """A server in a process of its own, to be killed and started again: `python -m tests.web.served FOLDER --port N ...`.
 
 With `--script FILE` (JSON: a list of thoughts and answers) the model says just that at a fixed rate; else it is sprout.
+At `HOLD` in a script a reply waits for as long as there is a file `held` in the folder.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import socket
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 from palaver.address_guard import AddressGuard
 from palaver.chat.engine_choice import STATES, LoadOptions
@@ -29,8 +31,22 @@ from palaver.server.settings import ServerSettings
 from palaver.store import open_store
 from palaver.tools.toolbox import OperatorServers, Toolbox
 from tests.chat.scripted_service import TOKENIZER, reply
-from tests.scripted_engine import Script, ScriptedEngine
+from tests.scripted_engine import HoldScript, Script, ScriptedEngine
 from tests.tiny import CHATML, STRINGS
+from tests.web.forked import HELD, HOLD
+
+
+class NoFile(asyncio.Event):
+    """Is set while there is no such file."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__()
+        self._file = file
+
+    async def wait(self) -> Literal[True]:
+        while self._file.exists():
+            await asyncio.sleep(0.02)
+        return True
 
 
 class PacedEngine(ScriptedEngine):
@@ -83,10 +99,22 @@ class DraftingEngine(PacedEngine):
                 start, block = start + len(block), []
 
 
+def held_at_marks(ids: list[int], goes_on: asyncio.Event) -> Script:
+    mark = TOKENIZER.encode([HOLD])
+    items: list[int | HoldScript] = []
+    place = 0
+    while place < len(ids):
+        is_mark = ids[place : place + len(mark)] == mark
+        items.append(HoldScript(goes_on) if is_mark else ids[place])
+        place += len(mark) if is_mark else 1
+    return items
+
+
 def scripted(
     script: Path, rate: float, context: int, media: tuple[str, ...], blocks: int, name: str = "scripted"
 ) -> Model:
-    scripts = [reply(one["thought"], one["answer"]) for one in json.loads(script.read_text())]
+    goes_on = NoFile(script.parent / HELD)
+    scripts = [held_at_marks(reply(one["thought"], one["answer"]), goes_on) for one in json.loads(script.read_text())]
     format = TemplateFormat(Template(CHATML), TOKENIZER, STRINGS)
     engine = DraftingEngine(scripts, rate, context, blocks) if blocks else PacedEngine(scripts, rate, context, media)
     return Model(engine, format, name, TOKENIZER.fingerprint, TOKENIZER.vocabulary)
@@ -143,7 +171,7 @@ def tool_servers(asked: argparse.Namespace) -> Toolbox:
     return Toolbox(OperatorServers((server,)), asked.folder / "tools", guard=guard)
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("--port", type=int, required=True)
@@ -161,7 +189,7 @@ def main() -> None:
     parser.add_argument("--gguf", help="a file or a model's name to load as `palaver serve` does")
     parser.add_argument("--second", action="store_true", help="offers a second model that only recites")
     parser.add_argument("--transcriber", default="")
-    asyncio.run(serve(parser.parse_args()))
+    asyncio.run(serve(parser.parse_args(arguments)))
 
 
 if __name__ == "__main__":
