@@ -78,7 +78,7 @@ class Wire:
 
     def _down(self, far: socket.socket, near: socket.socket, line: _Line) -> None:
         with suppress(OSError):
-            while piece := far.recv(4096):
+            while piece := far.recv(1024):
                 near.sendall(piece)
                 line.told += len(piece) if line.is_stream else 0
                 if line.told > self._after and self._cuts_left > 0:

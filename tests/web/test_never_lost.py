@@ -10,22 +10,41 @@ import httpx
 import pytest
 from playwright.sync_api import Browser, Locator, Page, expect
 
-from tests.web.conftest import PATIENCE, Served, text_of
+from tests.web.conftest import ENDLESS_THOUGHT, PATIENCE, Served, text_of
+from tests.web.forked import HOLD
 from tests.web.proxy import Wire
 from tests.web.screen import answer, ask, conversation, ended, last_reply, message_id, replies, thought
 
-THOUGHT = " ".join(f"step {n}." for n in range(60))
-PARAGRAPHS = 24
+THOUGHT = " ".join(f"step {n}." for n in range(30))
+HELD_AT = "step 12."
+PARAGRAPHS = 8
+CUTS = 16
 ANSWER = "\n\n".join(f"Paragraph {n} with **bold** words and `code` in it." for n in range(PARAGRAPHS))
 SHOWN = ANSWER.replace("**", "").replace("`", "")
 
 
-@pytest.fixture
-def slow(tmp_path_factory: pytest.TempPathFactory, built: None) -> Iterator[Served]:
-    """Says one thing, in some seconds."""
-    script = [{"thought": THOUGHT, "answer": ANSWER}]
-    with Served(tmp_path_factory.mktemp("slow"), "--rate", "250", script=script) as served:
+@pytest.fixture(scope="module")
+def reciting(tmp_path_factory: pytest.TempPathFactory, built: None) -> Iterator[Served]:
+    """Says one thing, which can be held in the middle of its thought."""
+    script = [{"thought": THOUGHT.replace(HELD_AT, HELD_AT + HOLD), "answer": ANSWER}]
+    with Served(tmp_path_factory.mktemp("reciting"), script=script) as served:
         yield served
+
+
+@pytest.fixture
+def served(reciting: Served) -> Iterator[Served]:
+    """It runs and holds nothing, whatever the test before has left."""
+    if not reciting.is_running:
+        reciting.start()
+    yield reciting
+    reciting.go_on()
+
+
+def ask_and_hold(page: Page, served: Served) -> None:
+    """A reply that is in the middle of its thought until it may go on."""
+    served.hold()
+    ask(page, "Tell me")
+    expect(last_reply(page).locator(".thinking")).to_contain_text(HELD_AT)
 
 
 def away(page: Page) -> Locator:
@@ -45,107 +64,110 @@ def whole(served: Served, page: Page) -> None:
     assert thought(reply).split() == THOUGHT.split()
 
 
-def test_a_thought_that_was_stopped_and_reloaded_goes_on_where_it_was(page: Page, slow: Served) -> None:
-    page.goto(slow.url)
-    ask(page, "Go on")
-    thinking = last_reply(page).locator(".thinking")
-    expect(thinking).to_contain_text("step 10.")
+def test_a_thought_that_was_stopped_and_reloaded_goes_on_where_it_was(page: Page, served: Served) -> None:
+    page.goto(served.url)
+    ask_and_hold(page, served)
     page.get_by_role("button", name="Stop").click()
     ended(page, "stopped")
+    served.go_on()
     page.reload()
     reply = ended(page, "stopped")
     assert reply.locator(".parts > .markdown").count() == 0
     reply.get_by_role("button", name="Continue").click()
-    whole(slow, page)
+    whole(served, page)
 
 
-def test_answer_now_ends_the_thought(page: Page, slow: Served) -> None:
-    page.goto(slow.url)
+def test_answer_now_ends_the_thought(page: Page, endless: Served) -> None:
+    page.goto(endless.url)
     ask(page, "Be quick")
-    expect(last_reply(page).locator(".thinking")).to_contain_text("step 3.")
+    expect(last_reply(page).locator(".thinking")).to_contain_text("and so on")
     page.get_by_role("button", name="Answer now").click()
     expect(last_reply(page).locator(".parts > .markdown")).to_be_visible()
     page.get_by_role("button", name="Stop").click()
-    reply = last_reply(page)
-    expect(reply).not_to_have_attribute("data-status", "running")
+    reply = ended(page, "stopped")
     reply.get_by_role("button", name="Thought").click()
-    assert "step 59." not in thought(reply)
+    thought_letters, answer_letters = ("".join(text.split()) for text in (thought(reply), answer(reply)))
+    assert answer_letters
+    assert "".join(ENDLESS_THOUGHT.split()).startswith(thought_letters + answer_letters)  # all of it is in the thought
 
 
-def test_reload_and_second_tab_show_the_same_running_reply(page: Page, slow: Served) -> None:
-    page.goto(slow.url)
-    ask(page, "Tell me")
-    expect(last_reply(page).locator(".thinking")).to_contain_text("step 5.")
+def test_reload_and_second_tab_show_the_same_running_reply(page: Page, served: Served) -> None:
+    page.goto(served.url)
+    ask_and_hold(page, served)
     page.reload()
     other = page.context.new_page()
     other.goto(page.url)
-    whole(slow, page)
-    whole(slow, other)
+    for tab in (page, other):
+        expect(last_reply(tab).locator(".thinking")).to_contain_text(HELD_AT)
+    served.go_on()
+    whole(served, page)
+    whole(served, other)
 
 
-def test_the_server_is_killed_and_started_again_in_the_middle(page: Page, slow: Served) -> None:
-    page.goto(slow.url)
-    ask(page, "Tell me")
-    expect(last_reply(page).locator(".thinking")).to_contain_text("step 12.")
-    slow.kill()
+def test_the_server_is_killed_and_started_again_in_the_middle(page: Page, served: Served) -> None:
+    page.goto(served.url)
+    ask_and_hold(page, served)
+    served.kill()
     expect(away(page)).to_be_visible()
-    slow.start()
-    whole(slow, page)
+    served.go_on()
+    served.start()
+    whole(served, page)
     expect(away(page)).to_have_count(0)
     thought = last_reply(page).get_by_role("button", name="Thought")
     expect(thought).to_have_text(re.compile(r"Thought for [\d.]+ s"))  # stored with its tokens
 
 
-def test_the_server_ends_in_order_and_is_started_again_in_the_middle(page: Page, slow: Served) -> None:
-    page.goto(slow.url)
-    ask(page, "Tell me")
-    expect(last_reply(page).locator(".thinking")).to_contain_text("step 12.")
-    slow.end()
-    slow.start()
-    whole(slow, page)
+def test_the_server_ends_in_order_and_is_started_again_in_the_middle(page: Page, served: Served) -> None:
+    page.goto(served.url)
+    ask_and_hold(page, served)
+    served.end()
+    served.go_on()
+    served.start()
+    whole(served, page)
 
 
-def test_fifty_cuts_of_the_network_in_one_reply(page: Page, tmp_path: Path, built: None) -> None:
+def test_many_cuts_of_the_network_in_one_reply(page: Page, tmp_path: Path, built: None) -> None:
+    """Some while the reply comes, and some while the page catches up."""
     script = [{"thought": THOUGHT, "answer": ANSWER}]
     served = Served(tmp_path / "cut", "--rate", "120", script=script)
-    with served as slow, Wire(slow.port, cut_streams=50, after=400) as wire:
+    with served, Wire(served.port, cut_streams=CUTS, after=400) as wire:
         page.goto(wire.url)
         ask(page, "Tell me")
         ended(page)
-        assert wire.cuts == 50
-        whole(slow, page)
+        assert wire.cuts == CUTS
+        whole(served, page)
 
 
-def test_a_network_that_goes_and_comes_back(page: Page, slow: Served) -> None:
-    with Wire(slow.port) as wire:
+def test_a_network_that_goes_and_comes_back(page: Page, served: Served) -> None:
+    with Wire(served.port) as wire:
         page.goto(wire.url)
-        ask(page, "Tell me")
-        expect(last_reply(page).locator(".thinking")).to_contain_text("step 2.")
+        ask_and_hold(page, served)
         wire.down = True
         wire.cut()
         expect(away(page)).to_be_visible()
         page.get_by_label("Message", exact=True).fill("typed while away")
         wire.down = False
-        whole(slow, page)
+        served.go_on()
+        whole(served, page)
         expect(away(page)).to_have_count(0)
         expect(page.get_by_label("Message", exact=True)).to_have_value("typed while away")
 
 
-def test_one_stream_for_a_tab_and_none_for_one_that_is_hidden(page: Page, slow: Served) -> None:
-    with Wire(slow.port) as wire:
+def test_one_stream_for_a_tab_and_none_for_one_that_is_hidden(page: Page, served: Served) -> None:
+    with Wire(served.port) as wire:
         page.goto(wire.url)
-        ask(page, "Tell me")
-        expect(last_reply(page).locator(".thinking")).to_contain_text("step 2.")
+        ask_and_hold(page, served)
         _until(page, lambda: wire.streams == 1)
         _see(page, "hidden")
         _until(page, lambda: wire.streams == 0)
         _see(page, "visible")
-        whole(slow, page)
+        served.go_on()
+        whole(served, page)
         assert wire.streams == 1
 
 
-def test_a_draft_survives_a_reload(page: Page, slow: Served) -> None:
-    page.goto(slow.url)
+def test_a_draft_survives_a_reload(page: Page, served: Served) -> None:
+    page.goto(served.url)
     page.get_by_label("Message", exact=True).fill("half a thou")
     page.reload()
     expect(page.get_by_label("Message", exact=True)).to_have_value("half a thou")
@@ -155,8 +177,8 @@ def test_a_draft_survives_a_reload(page: Page, slow: Served) -> None:
     expect(page.get_by_label("Message", exact=True)).to_have_value("")
 
 
-def test_a_message_that_could_not_be_sent_stays_in_the_field(page: Page, slow: Served) -> None:
-    page.goto(slow.url)
+def test_a_message_that_could_not_be_sent_stays_in_the_field(page: Page, served: Served) -> None:
+    page.goto(served.url)
     refusal = '{"error": {"message": "No room.", "type": "x", "param": null, "code": null}}'
     page.route("**/say", lambda route: route.fulfill(status=507, content_type="application/json", body=refusal))
     ask(page, "please keep me")
@@ -164,14 +186,14 @@ def test_a_message_that_could_not_be_sent_stays_in_the_field(page: Page, slow: S
     expect(page.get_by_label("Message", exact=True)).to_have_value("please keep me")
 
 
-def test_a_stale_tab_overwrites_nothing(page: Page, browser: Browser, slow: Served) -> None:
+def test_a_stale_tab_overwrites_nothing(page: Page, browser: Browser, served: Served) -> None:
     """Its stream is cut off, so it knows nothing of what the other one said."""
-    page.goto(slow.url)
+    page.goto(served.url)
     ask(page, "first")
     ended(page)
-    with Wire(slow.port) as wire:
+    with Wire(served.port) as wire:
         stale = browser.new_context(service_workers="block").new_page()
-        stale.goto(page.url.replace(slow.url, wire.url))
+        stale.goto(page.url.replace(served.url, wire.url))
         ended(stale)
         stale.route("**/api/events", lambda route: route.abort())
         wire.cut()
@@ -180,7 +202,7 @@ def test_a_stale_tab_overwrites_nothing(page: Page, browser: Browser, slow: Serv
         ask(stale, "from the stale tab")
         expect(stale.get_by_text("from the stale tab")).to_be_visible()
         expect(replies(stale)).to_have_count(2)
-        nodes = httpx.get(f"{slow.url}/api/conversations/{conversation(page)}/nodes", timeout=PATIENCE).json()
+        nodes = httpx.get(f"{served.url}/api/conversations/{conversation(page)}/nodes", timeout=PATIENCE).json()
         assert len(nodes) == 6
         stale.context.close()
 
@@ -197,8 +219,8 @@ def _see(page: Page, state: str) -> None:
 
 
 def _until(page: Page, is_so) -> None:  # type: ignore[no-untyped-def]
-    for _ in range(int(PATIENCE * 10)):
+    for _ in range(int(PATIENCE * 50)):
         if is_so():
             return
-        page.wait_for_timeout(100)
+        page.wait_for_timeout(20)
     raise AssertionError("it never came to be so")
