@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,15 @@ class Oracle:
         return reply
 
 
+OracleOf = Callable[[str], Oracle]
+
+
+@pytest.fixture(scope="module")
+def oracle_of() -> OracleOf:
+    """The library replies once to each prompt."""
+    return cache(Oracle)
+
+
 class ModelCalls:
     """The shapes of the ids that the model was called with."""
 
@@ -80,8 +90,10 @@ class ModelCalls:
 
 
 @pytest.mark.parametrize("family", [*HYBRID, *OTHERS])
-async def test_eight_replies_at_once_are_those_of_the_library(family: str, folder_of: Callable[[str], Path]) -> None:
-    engine, oracle = loaded(family, folder_of), Oracle(family)
+async def test_eight_replies_at_once_are_those_of_the_library(
+    family: str, folder_of: Callable[[str], Path], oracle_of: OracleOf
+) -> None:
+    engine, oracle = loaded(family, folder_of), oracle_of(family)
     assert engine.info.exactness == BY_BATCH
     assert engine.info.reuse == "snapshots"
     calls = ModelCalls(engine)
@@ -104,8 +116,10 @@ async def test_replies_share_their_passes(family: str, folder_of: Callable[[str]
 
 
 @pytest.mark.parametrize("family", HYBRID)
-async def test_replies_join_and_leave_at_any_time(family: str, folder_of: Callable[[str], Path]) -> None:
-    engine, oracle = loaded(family, folder_of, limits=SchedulerLimits(chunk_tokens=16)), Oracle(family)
+async def test_replies_join_and_leave_at_any_time(
+    family: str, folder_of: Callable[[str], Path], oracle_of: OracleOf
+) -> None:
+    engine, oracle = loaded(family, folder_of, limits=SchedulerLimits(chunk_tokens=16)), oracle_of(family)
 
     async def reply(number: int, prompt: Prompt) -> None:
         await asyncio.sleep(0.02 * (number * 5 % 7))
@@ -121,8 +135,10 @@ async def test_replies_join_and_leave_at_any_time(family: str, folder_of: Callab
 
 
 @pytest.mark.parametrize("family", HYBRID)
-async def test_stopped_replies_continue_beside_others(family: str, folder_of: Callable[[str], Path]) -> None:
-    engine, oracle = loaded(family, folder_of), Oracle(family)
+async def test_stopped_replies_continue_beside_others(
+    family: str, folder_of: Callable[[str], Path], oracle_of: OracleOf
+) -> None:
+    engine, oracle = loaded(family, folder_of), oracle_of(family)
     others = [asyncio.create_task(run(engine, prompt, GREEDY)) for prompt in PROMPTS[4:]]
     for prompt in PROMPTS[1:4]:
         cut = await run(engine, prompt, GREEDY, stop_after=5)
@@ -134,9 +150,9 @@ async def test_stopped_replies_continue_beside_others(family: str, folder_of: Ca
     await engine.close()
 
 
-async def test_many_stops_and_continues_at_a_time(folder_of: Callable[[str], Path]) -> None:
+async def test_many_stops_and_continues_at_a_time(folder_of: Callable[[str], Path], oracle_of: OracleOf) -> None:
     """Sequences often get the slots of others, in which the last batch could go on."""
-    engine, oracle = loaded("lfm2", folder_of), Oracle("lfm2")
+    engine, oracle = loaded("lfm2", folder_of), oracle_of("lfm2")
 
     async def reply(number: int, prompt: Prompt) -> None:
         ids: list[int] = []
@@ -150,8 +166,10 @@ async def test_many_stops_and_continues_at_a_time(folder_of: Callable[[str], Pat
 
 
 @pytest.mark.parametrize("family", HYBRID)
-async def test_snapshots_of_prompts_and_replies_are_reused(family: str, folder_of: Callable[[str], Path]) -> None:
-    engine, oracle = loaded(family, folder_of), Oracle(family)
+async def test_snapshots_of_prompts_and_replies_are_reused(
+    family: str, folder_of: Callable[[str], Path], oracle_of: OracleOf
+) -> None:
+    engine, oracle = loaded(family, folder_of), oracle_of(family)
     first = await asyncio.gather(*(run(engine, prompt, GREEDY) for prompt in PROMPTS))
     calls = ModelCalls(engine)
     again = await asyncio.gather(*(run(engine, prompt, GREEDY) for prompt in PROMPTS))
@@ -181,9 +199,11 @@ async def test_a_forgotten_conversation_is_computed_again(folder_of: Callable[[s
 
 
 @pytest.mark.parametrize("family", HYBRID)
-async def test_memory_is_bounded_and_what_does_not_fit_waits(family: str, folder_of: Callable[[str], Path]) -> None:
+async def test_memory_is_bounded_and_what_does_not_fit_waits(
+    family: str, folder_of: Callable[[str], Path], oracle_of: OracleOf
+) -> None:
     """Room for three sequences at once, and for few snapshots."""
-    limit, oracle = 3 * await sequence_bytes(family, folder_of) + 1000, Oracle(family)
+    limit, oracle = 3 * await sequence_bytes(family, folder_of) + 1000, oracle_of(family)
     engine = loaded(family, folder_of, cache_bytes=limit)
     calls, used = ModelCalls(engine), []
     runner_of(engine)._forward._model.register_forward_hook(  # type: ignore[attr-defined]
@@ -207,19 +227,21 @@ async def sequence_bytes(family: str, folder_of: Callable[[str], Path]) -> int:
 
 
 @pytest.mark.parametrize("family", HYBRID)
-async def test_what_never_fits_is_refused(family: str, folder_of: Callable[[str], Path]) -> None:
+async def test_what_never_fits_is_refused(family: str, folder_of: Callable[[str], Path], oracle_of: OracleOf) -> None:
     engine = loaded(family, folder_of, cache_bytes=await sequence_bytes(family, folder_of))
     with pytest.raises(CacheFull, match="room for 128"):
         await run(engine, Prompt((1, 2, 3) * 50), GREEDY)
     out = await run(engine, PROMPTS[4], GREEDY)
-    assert Oracle(family).agrees(PROMPTS[4], out.ids)
+    assert oracle_of(family).agrees(PROMPTS[4], out.ids)
     await engine.close()
 
 
 @pytest.mark.parametrize("family", HYBRID)
-async def test_a_failed_pass_leaves_no_wrong_states(family: str, folder_of: Callable[[str], Path]) -> None:
+async def test_a_failed_pass_leaves_no_wrong_states(
+    family: str, folder_of: Callable[[str], Path], oracle_of: OracleOf
+) -> None:
     """A pass that fails in its last layer has changed the states of others."""
-    engine, oracle = loaded(family, folder_of), Oracle(family)
+    engine, oracle = loaded(family, folder_of), oracle_of(family)
     model: Any = runner_of(engine)._forward._model  # type: ignore[attr-defined]
     passes: list[int] = []
 
@@ -238,7 +260,7 @@ async def test_a_failed_pass_leaves_no_wrong_states(family: str, folder_of: Call
 
 
 async def test_replies_come_one_by_one_where_batches_give_other_results(
-    folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, oracle_of: OracleOf
 ) -> None:
     decode = HybridDecoder._decode
     monkeypatch.setattr(HybridDecoder, "_decode", lambda self, batch: decode(self, batch) + 0.1)
@@ -246,7 +268,7 @@ async def test_replies_come_one_by_one_where_batches_give_other_results(
     assert isinstance(engine._runner, SnapshotRunner)
     assert "one reply at a time: its results with a cache differ" in engine.info.steps
     out = await run(engine, PROMPTS[3], GREEDY)
-    assert Oracle("lfm2").agrees(PROMPTS[3], out.ids)
+    assert oracle_of("lfm2").agrees(PROMPTS[3], out.ids)
     await engine.close()
 
 
