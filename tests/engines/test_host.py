@@ -168,14 +168,12 @@ async def test_a_load_that_is_cancelled_ends_its_process_at_once(model: Path) ->
 PARENT = """
 import asyncio, sys
 from pathlib import Path
-from palaver.engines.base import Engine
-from palaver.engines.host.child import LogFrames
-from palaver.engines.host.frames import EngineSpec, Frame, decode_frames, encode_frame
+from palaver.engines.host.frames import EngineSpec
 from palaver.engines.host.supervisor import HostedEngine
-from tests.engines import tiny
 
 async def main():
-    engine = HostedEngine(EngineSpec("torch", Path(sys.argv[1]), tuple(tiny.VOCABULARY)))
+    vocabulary = tuple(bytes([number % 256]) for number in range(int(sys.argv[2])))
+    engine = HostedEngine(EngineSpec("torch", Path(sys.argv[1]), vocabulary))
     await engine.start()
     print(engine.process_id, flush=True)
     await asyncio.sleep(600)
@@ -187,8 +185,9 @@ asyncio.run(main())
 @pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
 def test_no_orphan_is_left_when_the_parent_is_killed(model: Path) -> None:
     root = Path(__file__).parents[2]
-    env = {**os.environ, "PYTHONPATH": f"{root / 'src'}{os.pathsep}{root}"}
-    with subprocess.Popen([sys.executable, "-c", PARENT, model], stdout=subprocess.PIPE, text=True, env=env) as parent:
+    env = {**os.environ, "PYTHONPATH": str(root / "src")}
+    command = [sys.executable, "-c", PARENT, model, str(tiny.SIZE)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as parent:
         assert parent.stdout is not None
         child = int(parent.stdout.readline())
         assert alive(child)
