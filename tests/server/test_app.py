@@ -114,11 +114,12 @@ def test_a_terminal_attaches_to_a_server_with_a_certificate_of_its_own(tmp_path:
 
 
 def test_it_preloads_models_and_unloads_them_again_and_refuses_one_that_does_not_fit(tmp_path: Path) -> None:
-    large = tmp_path / "large"
-    shutil.copytree(resolve_folder("sprout"), large)
+    large, small = tmp_path / "large", tmp_path / "small"
+    for folder in (large, small):
+        shutil.copytree(resolve_folder("sprout"), folder)
     with (large / "model.safetensors").open("ab") as weights:
         weights.truncate(9_000_000_000)  # takes no space on the disk
-    options = ["--preload", str(large), "--preload", "sprout-diffusion", "--memory", "3GB", "--keep-alive", "3s"]
+    options = ["--preload", str(large), "--preload", str(small), "--memory", "3GB", "--keep-alive", "3s"]
     command = [sys.executable, "-m", "palaver", "serve", "--port", "0", "--data", str(tmp_path), *options]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
@@ -128,14 +129,13 @@ def test_it_preloads_models_and_unloads_them_again_and_refuses_one_that_does_not
             refused = process.stderr.readline()
             states: list[str] = []
             while states[-2:] != ["ready", "available"]:
-                state = get(f"{url}/api/model?name=sprout-diffusion").json()["state"]
+                state = get(f"{url}/api/model", params={"name": str(small)}).json()["state"]
                 states += [state] if states[-1:] != [state] else []
                 time.sleep(0.02)
             body = {"model": str(large), "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 4}
             too_large = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=120, trust_env=False)
-            answered = httpx.post(
-                f"{url}/v1/chat/completions", json={**body, "model": "sprout-diffusion"}, timeout=120, trust_env=False
-            )
+            body = {**body, "model": str(small)}
+            answered = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=120, trust_env=False)
         finally:
             process.send_signal(signal.SIGTERM)
             rest = process.stderr.read()
@@ -143,7 +143,7 @@ def test_it_preloads_models_and_unloads_them_again_and_refuses_one_that_does_not
     assert "needs about" in refused
     assert too_large.status_code == 400
     assert too_large.json()["error"]["message"] in refused
-    assert (answered.status_code, answered.json()["model"]) == (200, "sprout-diffusion"), "it is loaded again"
+    assert (answered.status_code, answered.json()["model"]) == (200, str(small)), "it is loaded again"
     assert "Traceback" not in rest
 
 
