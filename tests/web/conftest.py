@@ -57,9 +57,11 @@ class Served:
             assert time.monotonic() < until, "the server did not come up"
             time.sleep(0.05)
 
-    def hold(self) -> None:
-        """Lets replies wait where their script says so."""
-        (self.folder / HELD).touch()
+    def hold(self, mark: int = 0) -> None:
+        """Lets replies wait at this mark of their script and at those after it."""
+        written = self.folder / f"{HELD}.new"
+        written.write_text(str(mark))
+        written.replace(self.folder / HELD)
 
     def go_on(self) -> None:
         (self.folder / HELD).unlink(missing_ok=True)

@@ -14,8 +14,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PRELOADED = ["tests.web.served"]
 HOLD = "\N{DOUBLE VERTICAL LINE}"
-"""In a script: the reply waits here while there is a file of the name `HELD` in the server's folder."""
+"""In a script: a mark at which replies can be held."""
 HELD = "held"
+"""The file in a server's folder with the number of the first mark at which replies wait."""
 
 
 def fork_server(arguments: Sequence[str]) -> BaseProcess:

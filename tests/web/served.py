@@ -1,7 +1,7 @@
 """A server in a process of its own, to be killed and started again: `python -m tests.web.served FOLDER --port N ...`.
 
 With `--script FILE` (JSON: a list of thoughts and answers) the model says just that at a fixed rate; else it is sprout.
-At `HOLD` in a script a reply waits for as long as there is a file `held` in the folder.
+At a `HOLD` in a script a reply waits while the file `held` in the folder has its number, or that of one before it.
 """
 
 from __future__ import annotations
@@ -36,17 +36,24 @@ from tests.tiny import CHATML, STRINGS
 from tests.web.forked import HELD, HOLD
 
 
-class NoFile(asyncio.Event):
-    """Is set while there is no such file."""
+class Released(asyncio.Event):
+    """Is set while the file holds nothing, or only marks after this one."""
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, file: Path, mark: int) -> None:
         super().__init__()
         self._file = file
+        self._mark = mark
 
     async def wait(self) -> Literal[True]:
-        while self._file.exists():
+        while self._is_held():
             await asyncio.sleep(0.02)
         return True
+
+    def _is_held(self) -> bool:
+        try:
+            return int(self._file.read_text()) <= self._mark
+        except FileNotFoundError:
+            return False
 
 
 class PacedEngine(ScriptedEngine):
@@ -99,22 +106,26 @@ class DraftingEngine(PacedEngine):
                 start, block = start + len(block), []
 
 
-def held_at_marks(ids: list[int], goes_on: asyncio.Event) -> Script:
+def held_at_marks(ids: list[int], file: Path) -> Script:
     mark = TOKENIZER.encode([HOLD])
     items: list[int | HoldScript] = []
-    place = 0
+    place = marks = 0
     while place < len(ids):
-        is_mark = ids[place : place + len(mark)] == mark
-        items.append(HoldScript(goes_on) if is_mark else ids[place])
-        place += len(mark) if is_mark else 1
+        if ids[place : place + len(mark)] == mark:
+            items.append(HoldScript(Released(file, marks)))
+            marks += 1
+            place += len(mark)
+        else:
+            items.append(ids[place])
+            place += 1
     return items
 
 
 def scripted(
     script: Path, rate: float, context: int, media: tuple[str, ...], blocks: int, name: str = "scripted"
 ) -> Model:
-    goes_on = NoFile(script.parent / HELD)
-    scripts = [held_at_marks(reply(one["thought"], one["answer"]), goes_on) for one in json.loads(script.read_text())]
+    held = script.parent / HELD
+    scripts = [held_at_marks(reply(one["thought"], one["answer"]), held) for one in json.loads(script.read_text())]
     format = TemplateFormat(Template(CHATML), TOKENIZER, STRINGS)
     engine = DraftingEngine(scripts, rate, context, blocks) if blocks else PacedEngine(scripts, rate, context, media)
     return Model(engine, format, name, TOKENIZER.fingerprint, TOKENIZER.vocabulary)

@@ -12,28 +12,31 @@ from playwright.sync_api import Browser, Locator, Page, expect
 
 from tests.store.test_comparisons import check_preferences
 from tests.web.conftest import PATIENCE, Served
+from tests.web.forked import HOLD
 from tests.web.screen import act, ask, keep_picture, last_reply, replies, tab_to
 from tests.web.test_manners import axe_violations
 from tests.web.test_tools import press_on
 
-LONG = "The Rhine rises in the Alps, passes Basel, Cologne and Rotterdam, and ends in the North Sea. " * 4
+RISES = " in the Alps, passes Basel, Cologne and Rotterdam, and ends in the North Sea. "
 SCRIPT = [
-    {"thought": "A river in Europe.", "answer": f"First: {LONG}"},
-    {"thought": "Another river.", "answer": f"Second: {LONG}"},
+    {"thought": "A river in Europe.", "answer": f"First: The Rhine rises{HOLD}{RISES}"},
+    {"thought": "Another river.", "answer": f"Second: The Rhine rises{HOLD}{RISES}"},
 ]
 
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory, built: None) -> Iterator[Served]:
-    with Served(tmp_path_factory.mktemp("compare"), "--rate", "40", script=SCRIPT) as server:
+    """A server that can hold both replies in the middle of their answers."""
+    with Served(tmp_path_factory.mktemp("compare"), script=SCRIPT) as server:
         yield server
 
 
 @pytest.fixture
-def talk(page: Page, served: Served) -> Page:
+def talk(page: Page, served: Served) -> Iterator[Page]:
     page.goto(served.url)
     expect(page.get_by_label("Message", exact=True)).to_be_enabled()
-    return page
+    yield page
+    served.go_on()
 
 
 def start_comparing(page: Page, blind: bool = False) -> None:
@@ -61,6 +64,7 @@ def columns(page: Page) -> Locator:
 
 def test_replies_stand_side_by_side_and_one_is_chosen(talk: Page, served: Served) -> None:
     start_comparing(talk)
+    served.hold()
     ask(talk, "Name a river.")
     expect(columns(talk)).to_have_count(2)
     expect(columns(talk).nth(0)).to_contain_text("scripted · temperature 0")
@@ -73,6 +77,8 @@ def test_replies_stand_side_by_side_and_one_is_chosen(talk: Page, served: Served
     compared(talk).get_by_role("button", name="Stop all").click()
     for number in (0, 1):
         expect(replies(talk).nth(number)).to_have_attribute("data-status", "stopped")
+    served.go_on()
+    for number in (0, 1):
         columns(talk).nth(number).get_by_role("button", name="Continue").click()
     for number in (0, 1):
         expect(replies(talk).nth(number)).to_have_attribute("data-status", "done")
@@ -109,8 +115,9 @@ def test_replies_stand_side_by_side_and_one_is_chosen(talk: Page, served: Served
     expect(replies(talk)).to_have_count(2)
 
 
-def test_a_blind_comparison_by_keyboard_alone(talk: Page) -> None:
+def test_a_blind_comparison_by_keyboard_alone(talk: Page, served: Served) -> None:
     start_comparing(talk, blind=True)
+    served.hold()
     talk.get_by_label("Message", exact=True).focus()
     talk.keyboard.type("Name a river.")
     talk.keyboard.press("Enter")
@@ -152,13 +159,15 @@ def test_a_phone_has_tabs(browser: Browser, served: Served) -> None:
 
 @pytest.mark.slow
 def test_both_replies_go_on_after_the_server_was_killed(page: Page, tmp_path: Path, built: None) -> None:
-    with Served(tmp_path, "--rate", "25", script=SCRIPT) as server:
+    with Served(tmp_path, script=SCRIPT) as server:
         page.goto(server.url)
         start_comparing(page)
+        server.hold()
         ask(page, "Name a river.")
         for number in (0, 1):
             expect(replies(page).nth(number)).to_contain_text("The Rhine rises")
         server.kill()
+        server.go_on()
         server.start()
         texts = set()
         for number in (0, 1):
