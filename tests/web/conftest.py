@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 from playwright.sync_api import Browser, BrowserContext, Page, Playwright, expect, sync_playwright
 
@@ -65,6 +66,10 @@ class Served:
 
     def go_on(self) -> None:
         (self.folder / HELD).unlink(missing_ok=True)
+
+    def engine_processes(self) -> list[psutil.Process]:
+        assert self._process is not None
+        return psutil.Process(self._process.pid).children(recursive=True)
 
     @property
     def is_running(self) -> bool:
