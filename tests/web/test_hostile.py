@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
+from collections.abc import Iterator
 
 import httpx
 import pytest
@@ -42,62 +42,68 @@ $\\href{javascript:window.hit=14}{x}$ and $\\htmlData{a=b}{y}$ and $$\\includegr
 """
 
 
-@pytest.fixture
-def hostile(tmp_path: Path, built: None) -> Served:
-    return Served(tmp_path / "hostile", script=[{"thought": ATTACKS, "answer": ATTACKS}])
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory: pytest.TempPathFactory, built: None) -> Iterator[Served]:
+    with Served(tmp_path_factory.mktemp("hostile"), script=[{"thought": ATTACKS, "answer": ATTACKS}]) as served:
+        yield served
 
 
 def test_nothing_that_a_model_says_runs(browser: Browser, hostile: Served) -> None:
-    with hostile as served:
-        context = browser.new_context()
-        page = context.new_page()
-        asked: list[str] = []
-        broken: list[str] = []
-        page.on("request", lambda request: asked.append(request.url))
-        page.on("console", lambda told: broken.append(told.text) if "Content Security" in told.text else None)
-        page.on("dialog", lambda dialog: broken.append(dialog.message))
-        page.goto(served.url)
-        ask(page, "<img src=x onerror='window.hit = 20'> [x](javascript:window.hit=21)")
-        reply = ended(page)
-        reply.get_by_role("button", name="Thought").click()
-        expect(reply.locator(".thinking")).to_contain_text("window.hit = 1")
-        for link in reply.locator("a").all():
-            assert re.match(r"https?:", link.get_attribute("href") or "")
-            assert link.get_attribute("rel") == "noopener noreferrer nofollow"
-        for element in reply.locator(".markdown *").all():
-            element.dispatch_event("mouseover")
-        for view in ("Raw", "Tokens"):
-            act(reply, view)
-            expect(reply).to_contain_text("window.hit = 1")
-        page.reload()
-        ended(page)
-        assert page.evaluate("() => window.hit ?? null") is None
-        assert [url for url in asked if not url.startswith(served.url)] == []
-        assert broken == []
-        made = last_reply(page).evaluate(
-            "element => element.querySelectorAll('script, iframe, object, form, img, style, [onerror]').length"
-        )
-        assert made == 0
-        context.close()
+    context = browser.new_context()
+    page = context.new_page()
+    asked: list[str] = []
+    broken: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    page.on("console", lambda told: broken.append(told.text) if "Content Security" in told.text else None)
+    page.on("dialog", lambda dialog: broken.append(dialog.message))
+    page.goto(hostile.url)
+    ask(page, "<img src=x onerror='window.hit = 20'> [x](javascript:window.hit=21)")
+    reply = ended(page)
+    reply.get_by_role("button", name="Thought").click()
+    expect(reply.locator(".thinking")).to_contain_text("window.hit = 1")
+    links = reply.locator("a").evaluate_all("links => links.map(one => ['href', 'rel'].map(n => one.getAttribute(n)))")
+    assert links
+    for address, relation in links:
+        assert re.match(r"https?:", address or "")
+        assert relation == "noopener noreferrer nofollow"
+    hovered = reply.locator(".markdown *").evaluate_all(
+        """elements => {
+          const init = { bubbles: true, cancelable: true, composed: true }
+          for (const one of elements) one.dispatchEvent(new MouseEvent('mouseover', init))
+          return elements.length
+        }"""
+    )
+    assert hovered
+    for view in ("Raw", "Tokens"):
+        act(reply, view)
+        expect(reply).to_contain_text("window.hit = 1")
+    page.reload()
+    ended(page)
+    assert page.evaluate("() => window.hit ?? null") is None
+    assert [url for url in asked if not url.startswith(hostile.url)] == []
+    assert broken == []
+    made = last_reply(page).evaluate(
+        "element => element.querySelectorAll('script, iframe, object, form, img, style, [onerror]').length"
+    )
+    assert made == 0
+    context.close()
 
 
 def test_the_policy_lets_nothing_else_run(hostile: Served) -> None:
-    with hostile as served:
-        policy = httpx.get(served.url).headers["content-security-policy"]
-        assert "default-src 'none'" in policy
-        assert "unsafe" not in policy
-        assert "frame-ancestors 'none'" in policy
+    policy = httpx.get(hostile.url).headers["content-security-policy"]
+    assert "default-src 'none'" in policy
+    assert "unsafe" not in policy
+    assert "frame-ancestors 'none'" in policy
 
 
-def test_an_imported_conversation_runs_nothing(browser: Browser, hostile: Served, tmp_path: Path) -> None:
-    with hostile as served:
-        line = '{"messages": [{"role": "user", "content": "ATTACK"}, {"role": "assistant", "content": "ATTACK"}]}'
-        body = line.replace("ATTACK", "<img src=x onerror='window.hit=1'><b title='x'>")
-        made = httpx.post(f"{served.url}/api/import", content=body, headers={"content-type": "text/plain"}).json()
-        httpx.patch(f"{served.url}/api/conversations/{made[0]['id']}", json={"title": "<img src=x onerror='hit=1'>"})
-        context = browser.new_context()
-        page = context.new_page()
-        page.goto(f"{served.url}/#/c/{made[0]['id']}")
-        expect(last_reply(page)).to_contain_text("<img src=x")
-        assert page.evaluate("() => window.hit ?? null") is None
-        context.close()
+def test_an_imported_conversation_runs_nothing(browser: Browser, hostile: Served) -> None:
+    line = '{"messages": [{"role": "user", "content": "ATTACK"}, {"role": "assistant", "content": "ATTACK"}]}'
+    body = line.replace("ATTACK", "<img src=x onerror='window.hit=1'><b title='x'>")
+    made = httpx.post(f"{hostile.url}/api/import", content=body, headers={"content-type": "text/plain"}).json()
+    httpx.patch(f"{hostile.url}/api/conversations/{made[0]['id']}", json={"title": "<img src=x onerror='hit=1'>"})
+    context = browser.new_context()
+    page = context.new_page()
+    page.goto(f"{hostile.url}/#/c/{made[0]['id']}")
+    expect(last_reply(page)).to_contain_text("<img src=x")
+    assert page.evaluate("() => window.hit ?? null") is None
+    context.close()
