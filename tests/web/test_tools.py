@@ -244,6 +244,27 @@ def test_servers_are_offered_and_added_in_the_settings(page: Page, served: Serve
     expect(approval(page)).to_be_visible()
 
 
+def test_tools_are_checked_when_they_are_saved(page: Page, served: Served) -> None:
+    page.goto(served.url)
+    page.get_by_role("button", name="Settings").click()
+    dialog = page.get_by_role("dialog")
+    dialog.get_by_role("tab", name="Tools").click()
+    dialog.get_by_text("Tools whose results you give yourself").click()
+    tools = dialog.get_by_role("textbox", name="Tools (JSON list)")
+    for text, why in (
+        ("[{", "aren’t valid JSON"),
+        ('{"name": "add"}', "must be a JSON list"),
+        ('[{"description": "no name"}]', "Tool 1 needs a name"),
+        ('[{"name": "add", "parameters": []}]', "parameters of add"),
+    ):
+        tools.fill(text)
+        dialog.get_by_role("button", name="Save", exact=True).click()
+        expect(dialog.get_by_role("alert")).to_contain_text(why)
+    tools.fill('[{"name": "add"}]')
+    dialog.get_by_role("button", name="Save", exact=True).click()
+    expect(dialog).to_have_count(0)
+
+
 def test_a_user_is_led_to_the_sign_in_of_a_server(page: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(misbehaving_server, "RECORD", os.devnull)
     with serve_oauth() as authorization, Served(tmp_path, "--calling", "--private") as served:
