@@ -186,7 +186,7 @@ asyncio.run(main())
 def test_no_orphan_is_left_when_the_parent_is_killed(model: Path) -> None:
     root = Path(__file__).parents[2]
     env = {**os.environ, "PYTHONPATH": str(root / "src")}
-    command = [sys.executable, "-c", PARENT, model, str(tiny.SIZE)]
+    command = [sys.executable, "-c", PARENT, str(model), str(tiny.SIZE)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as parent:
         assert parent.stdout is not None
         child = int(parent.stdout.readline())
