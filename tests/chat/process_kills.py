@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import multiprocessing
 import os
 import random
 import sqlite3
@@ -31,14 +30,13 @@ from palaver.events import DraftBlock, Failed, Finished, Snapshot, Started, Wait
 from palaver.messages import Image, Message, Role, Text, user
 from palaver.store import NotFound, ReplyStatus, Store, open_store
 from palaver.store.store import DATABASE
-from tests import media_files
+from tests import forkserver, media_files
 from tests.chat.scripted_service import reply, run_service
 
 STREAMS = 6
 QUESTIONS = ["Count from 1 to 60.", "What is 417 + 385?", "Tell me about yourself.", "Write the alphabet."]
 SCRIPTS = [reply(f"{number} " * 40 + "think 👋", f"{number} says " + "a word 👋🏽 " * 30) for number in range(8)]
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["tests.chat.process_kills"])
+_CONTEXT = forkserver.preload("tests.chat.process_kills")
 
 
 @asynccontextmanager

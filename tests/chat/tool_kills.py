@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import multiprocessing
 import random
 import time
 from collections import Counter
@@ -21,11 +20,11 @@ from palaver.chat.interface import CallDecision, Chat
 from palaver.messages import ToolResult
 from palaver.store import Conversation, ReplyStatus, StoredMessage
 from palaver.store.tool_rounds import UNDECIDED, CallState, RoundCall, RoundState, ToolRound
+from tests import forkserver
 from tests.chat.tool_service import ANSWER, approve, finished, misbehaving, next_reply, open_tools, send, wait_for_round
 
 STREAMS, ROUNDS, CALLS = 4, 3, 2
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["tests.chat.tool_kills"])
+_CONTEXT = forkserver.preload("tests.chat.tool_kills")
 
 
 @dataclass

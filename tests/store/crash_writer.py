@@ -1,6 +1,6 @@
 """A writer process to kill, and a check that everything it acknowledged is stored.
 
-The writer prints one line per write after the store has returned. `find_lost` compares the lines with the store. Used
+The writer sends one line per write after the store has returned. `find_lost` compares the lines with the store. Used
 by the tests and, for longer, by benchmarks/store.py.
 """
 
@@ -8,21 +8,24 @@ from __future__ import annotations
 
 import os
 import random
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 from palaver.messages import Text
 from palaver.store import Lease, NotFound, ReplyEnding, ReplyStatus, Store, TokenFrame, open_store
+from tests import forkserver
 from tests.store.factories import SETTINGS, add_message, new_conversation, steps
 
-ROOT = Path(__file__).parents[2]
+_CONTEXT = forkserver.preload("tests.store.crash_writer")
+Acknowledge = Callable[..., None]
 
 
-def write_forever(folder: Path, database: str | None) -> None:
+def write_forever(folder: Path, database: str | None, sender: Connection) -> None:
+    def acknowledge(*words: str) -> None:
+        os.write(sender.fileno(), (" ".join(words) + "\n").encode())
+
     store = open_store(folder, database)
     lease = store.leases.open()
     while True:
@@ -32,10 +35,10 @@ def write_forever(folder: Path, database: str | None) -> None:
         for turn in range(5):
             question = add_message(store, conversation.id, parent, f"question {turn}")
             acknowledge("message", question.id)
-            parent = _reply(store, lease, conversation.id, question.id)
+            parent = _reply(store, lease, conversation.id, question.id, acknowledge)
 
 
-def _reply(store: Store, lease: Lease, conversation_id: str, parent: str) -> str:
+def _reply(store: Store, lease: Lease, conversation_id: str, parent: str, acknowledge: Acknowledge) -> str:
     replies = [store.replies.start(lease, conversation_id, parent, SETTINGS) for _ in range(3)]
     for place in range(8):
         store.replies.append(lease, [TokenFrame(reply.id, place, steps(place)) for reply in replies])
@@ -47,26 +50,19 @@ def _reply(store: Store, lease: Lease, conversation_id: str, parent: str) -> str
     return replies[0].id
 
 
-def acknowledge(*words: str) -> None:
-    os.write(1, (" ".join(words) + "\n").encode())
-
-
 def run_killed_writer(folder: Path, database: str | None, after: Callable[[], float]) -> list[list[str]]:
     """Runs a writer, kills it after `after()` seconds of writing, and returns what it acknowledged."""
-    code = "import sys, pathlib; from tests.store.crash_writer import write_forever as w; "
-    code += "w(pathlib.Path(sys.argv[1]), sys.argv[2] or None)"
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, folder, database or ""],
-        stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"},
-    )
-    assert process.stdout is not None
-    first = process.stdout.readline()
-    time.sleep(after())
-    process.send_signal(signal.SIGKILL)
-    output = first + process.stdout.read()
-    process.wait()
-    process.stdout.close()
+    receiver, sender = _CONTEXT.Pipe(duplex=False)
+    process = _CONTEXT.Process(target=write_forever, args=(folder, database, sender))
+    process.start()
+    sender.close()
+    with receiver, open(receiver.fileno(), "rb", closefd=False) as lines:
+        first = lines.readline()
+        time.sleep(after())
+        process.kill()
+        output = first + lines.read()
+    process.join()
+    process.close()
     complete_lines = output[: output.rfind(b"\n") + 1]
     return [line.split() for line in complete_lines.decode().splitlines()]
 
