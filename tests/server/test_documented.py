@@ -48,23 +48,21 @@ def conversation(live: LiveServer) -> tuple[str, str]:
 
 
 @pytest.fixture(scope="module")
-def whisper(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_whisper(tmp_path_factory.mktemp("whisper"))
+def whisper(live: LiveServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A model that transcribes. The server loads it once, for all lines with a recording."""
+    yield make_whisper(tmp_path_factory.mktemp("whisper"))
+    if live.service._transcriber is not None:
+        live.run_in_loop(live.service._transcriber.close)
+        live.service._transcriber = None
 
 
 @pytest.fixture
-def folder(
-    request: pytest.FixtureRequest, live: LiveServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Path]:
+def folder(request: pytest.FixtureRequest, live: LiveServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where the lines run. For those with a recording, there is one, and the server transcribes."""
-    if "speech.wav" not in request.node.callspec.params["command"]:
-        yield tmp_path
-        return
-    (tmp_path / "speech.wav").write_bytes(media_files.sound())
-    monkeypatch.setattr(live.service, "transcriber_name", str(request.getfixturevalue("whisper")))
-    yield tmp_path
-    live.run_in_loop(live.service.transcriber.close)
-    live.service._transcriber = None
+    if "speech.wav" in request.node.callspec.params["command"]:
+        (tmp_path / "speech.wav").write_bytes(media_files.sound())
+        monkeypatch.setattr(live.service, "transcriber_name", str(request.getfixturevalue("whisper")))
+    return tmp_path
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=range(len(COMMANDS)))

@@ -19,7 +19,7 @@ import pytest
 import soundfile
 
 from palaver.client.http_chat import HttpChat
-from palaver.voice.transcription import MAX_SOUNDS, NoTranscriber, TranscribedSound, Transcriber, TranscriptionOptions
+from palaver.voice.transcription import MAX_SOUNDS, NoTranscriber, TranscribedSound, TranscriptionOptions
 from tests import media_files
 from tests.server.live_server import LiveServer
 from tests.voice.tiny_models import make_whisper
@@ -56,17 +56,14 @@ def sdk(listening: LiveServer) -> Iterator[openai.OpenAI]:
 
 
 @pytest.fixture(scope="module")
-def expected(folder: Path) -> TranscribedSound:
+def expected(listening: LiveServer) -> TranscribedSound:
     """What the model hears in 5 s, which are three windows."""
 
     async def transcribe() -> TranscribedSound:
-        transcriber = Transcriber(str(folder))
-        try:
-            return await transcriber.transcribe(noise(5.0), TranscriptionOptions("en"))
-        finally:
-            await transcriber.close()
+        return await listening.service.transcriber.transcribe(noise(5.0), TranscriptionOptions("en"))
 
-    return asyncio.run(transcribe())
+    heard: TranscribedSound = listening.run_in_loop(transcribe)
+    return heard
 
 
 def ask(server: LiveServer, path: str = TRANSCRIPTIONS, data: bytes | None = None, **fields: Any) -> httpx.Response:
