@@ -16,9 +16,7 @@ import openai
 import pytest
 import soundfile
 
-from palaver.chat.engine_choice import LoadOptions
 from palaver.chat.model import Model
-from palaver.chat.model_loader import ModelLoader
 from palaver.chat.reply_stream import ReplyRequest
 from palaver.events import ThinkingDelta
 from palaver.messages import Image, Message, Role, Text
@@ -28,6 +26,7 @@ from palaver.voice.base import SAMPLE_RATE, VoiceSettings
 from palaver.voice.espeak import Espeak
 from tests import media_files
 from tests.server.live_server import LiveServer
+from tests.server.live_server import sprout as load_model
 from tests.server.socket.client import GREEDY, connect_client
 from tests.server.socket.test_reference import check, read_like_the_demo
 
@@ -225,7 +224,7 @@ async def test_a_template_may_open_the_thought(tmp_path: Path) -> None:
     template.unlink()
     opening = "{%- if add_generation_prompt and enable_thinking is not false %}{{- '<think>\\n' -}}{%- endif -%}"
     template.write_text(text + opening)
-    model = await ModelLoader(LoadOptions()).load(str(tmp_path), lambda *_: None)
+    model = await load_model(str(tmp_path), lambda *_: None)
     try:
         await check_cuts(model, (2,))
     finally:
