@@ -64,11 +64,11 @@ def too_much(what: str) -> tuple[str, str, str]:
     chat = f'{{"messages": {json.dumps(SUM)}'
     match what:
         case "metadata":
-            return CHAT, f"{chat}, {named('metadata', 900_000)}}}", "more than 100000 names"
+            return CHAT, f"{chat}, {named('metadata', 110_000)}}}", "more than 100000 names"
         case "metadata of a response":
-            return "/v1/responses", f'{{"input": "Hi", {named("metadata", 900_000)}}}', "more than 100000 names"
+            return "/v1/responses", f'{{"input": "Hi", {named("metadata", 110_000)}}}', "more than 100000 names"
         case "logit_bias":
-            return CHAT, f"{chat}, {named('logit_bias', 500_000)}}}", "more than 100000 names"
+            return CHAT, f"{chat}, {named('logit_bias', 110_000)}}}", "more than 100000 names"
         case "numbers":
             return CHAT, f'{chat}, "stop_token_ids": [{"1," * 9_000_000}1]}}', "more than 300000 values"
         case "messages":
