@@ -26,14 +26,20 @@ def seeing(tmp_path_factory: pytest.TempPathFactory, built: None) -> Iterator[Se
         yield served
 
 
+@pytest.fixture
+def api(quick: Served) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=quick.url, timeout=PATIENCE) as client:
+        yield client
+
+
 @pytest.mark.parametrize("kind", ["pdf", "docx"])
 def test_a_document_is_attached_as_its_text(
-    page: Page, sprout: Served, api: httpx.Client, tmp_path: Path, kind: str
+    page: Page, quick: Served, api: httpx.Client, tmp_path: Path, kind: str
 ) -> None:
     words = "Leaves at nine"
     file = tmp_path / f"trip.{kind}"
     file.write_bytes(media_files.pdf(words) if kind == "pdf" else media_files.docx(PARAGRAPH.format(words)))
-    page.goto(sprout.url)
+    page.goto(quick.url)
     page.locator("form input[type=file]").set_input_files([file])
     expect(page.get_by_label("Attached files")).to_contain_text(file.name)
     ask(page, "When does it leave?")
@@ -44,10 +50,10 @@ def test_a_document_is_attached_as_its_text(
     expect(page.locator("details.file pre")).to_have_text(words)
 
 
-def test_a_damaged_pdf_says_why(page: Page, sprout: Served, tmp_path: Path) -> None:
+def test_a_damaged_pdf_says_why(page: Page, quick: Served, tmp_path: Path) -> None:
     file = tmp_path / "broken.pdf"
     file.write_bytes(b"%PDF-1.7 and no more")
-    page.goto(sprout.url)
+    page.goto(quick.url)
     page.locator("form input[type=file]").set_input_files([file])
     expect(page.get_by_role("alert")).to_contain_text("broken.pdf is damaged")
 
@@ -101,7 +107,7 @@ def test_a_file_that_lies_says_why(page: Page, seeing: Served, tmp_path: Path) -
     expect(page.get_by_role("alert")).to_contain_text("cat.png is of a type that is not supported")
 
 
-def test_stored_media_are_shown_and_pictures_open(page: Page, sprout: Served, api: httpx.Client) -> None:
+def test_stored_media_are_shown_and_pictures_open(page: Page, quick: Served, api: httpx.Client) -> None:
     talk = api.post("/api/conversations", json={}).json()["id"]
     files = {
         "red.png": media_files.picture(size=(900, 600)),
@@ -115,7 +121,7 @@ def test_stored_media_are_shown_and_pictures_open(page: Page, sprout: Served, ap
     ]
     message = {"role": "user", "parts": [{"type": "text", "text": "See:"}, *parts]}
     api.post(f"/api/conversations/{talk}/messages", json={"parent": None, "message": message}).raise_for_status()
-    page.goto(f"{sprout.url}/#/c/{talk}")
+    page.goto(f"{quick.url}/#/c/{talk}")
     said = page.locator("article.user")
     expect(said.get_by_role("img", name="red.png")).to_be_visible()
     said.get_by_role("button", name="Open red.png").click()
