@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from palaver.events import AnswerDelta, PhaseOpened, ReadEvent, ThinkingDelta, fold
@@ -93,6 +93,7 @@ def joined(events: list[ReadEvent]) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("feeder", [Feeder(True), Feeder(False), Feeder(True, True), Feeder(False, True)])
 @pytest.mark.parametrize("text", TEXTS)
+@settings(max_examples=30, derandomize=True)
 @given(data=st.data())
 def test_any_cut_gives_the_same_events(feeder: Feeder, text: str, data: st.DataObject) -> None:
     whole = list(feeder.split(text))
