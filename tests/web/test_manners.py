@@ -20,11 +20,14 @@ FIRST_LOAD = 300_000
 
 def axe_violations(page: Page) -> list[str]:
     """What axe finds, of any impact."""
-    page.evaluate(AXE.read_text())
-    found = page.evaluate("() => axe.run(document, { resultTypes: ['violations'] })")
+    if not page.evaluate("() => 'axe' in window"):
+        page.evaluate(AXE.read_text())
+    violations = page.evaluate(
+        "() => axe.run(document, { resultTypes: ['violations'] }).then(found => found.violations)"
+    )
     return [
         f"{one['id']}: {node['html'][:200]} {node.get('failureSummary', '')[:300]}"
-        for one in found["violations"]
+        for one in violations
         for node in one["nodes"]
     ]
 
