@@ -11,6 +11,7 @@ import pytest
 from playwright.sync_api import Browser, Page, expect
 
 from tests.web.conftest import PATIENCE, ROOT, Served
+from tests.web.forked import HOLD
 from tests.web.screen import act, ask, ended, last_reply
 
 LARGEST = 150_000
@@ -24,6 +25,7 @@ Let me check with four points: the angles are 0, a quarter, a half and three qua
 on its corner, which is right.
 
 I should also say what happens for n = 0."""
+HELD_AT = "Let me check with four points"
 ANSWER = """A circle of *n* points is one angle, said *n* times:
 
 $$x_k = r\\cos\\frac{2\\pi k}{n}, \\qquad y_k = r\\sin\\frac{2\\pi k}{n}$$
@@ -54,8 +56,9 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def drawing(tmp_path_factory: pytest.TempPathFactory, built: None) -> Iterator[Served]:
-    script = [{"thought": THOUGHT, "answer": ANSWER}]
-    with Served(tmp_path_factory.mktemp("drawing"), "--rate", "300", script=script) as served:
+    """A server that can hold a reply in the middle of its thought."""
+    script = [{"thought": THOUGHT.replace(HELD_AT, HELD_AT + HOLD), "answer": ANSWER}]
+    with Served(tmp_path_factory.mktemp("drawing"), script=script) as served:
         yield served
 
 
@@ -92,9 +95,11 @@ def test_the_first_screen(browser: Browser, sprout: Served, pictures: Path) -> N
 
 def test_thinking_and_the_answer(browser: Browser, drawing: Served, pictures: Path) -> None:
     page = opened(browser, drawing.url)
+    drawing.hold()
     ask(page, "How do I draw a circle of points?")
-    page.locator(".thinking.live", has_text="The question").wait_for()  # looks at every frame
+    expect(page.locator(".thinking.live")).to_contain_text(HELD_AT)
     seen(page, "thinking", pictures)
+    drawing.go_on()
     ended(page)
     expect(page.locator(".katex").first).to_be_visible()
     expect(page.locator(".hljs-keyword").first).to_be_visible()
