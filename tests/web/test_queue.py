@@ -64,8 +64,8 @@ def test_a_queue_survives_a_reload_and_waits_where_a_reply_was_stopped(page: Pag
     ended(page, "stopped")
 
 
-def test_a_long_paste_is_attached_and_counted(page: Page, sprout: Served) -> None:
-    page.goto(sprout.url)
+def test_a_long_paste_is_attached_and_counted(page: Page, quick: Served) -> None:
+    page.goto(quick.url)
     field = page.get_by_label("Message", exact=True)
     field.focus()
     assert not page.evaluate(PASTE, ["#composer", "short"]), "the browser pastes short texts itself"
@@ -73,7 +73,7 @@ def test_a_long_paste_is_attached_and_counted(page: Page, sprout: Served) -> Non
     assert page.evaluate(PASTE, ["#composer", text])
     files = page.get_by_label("Attached files").get_by_role("listitem")
     expect(files).to_contain_text("Pasted text.txt")
-    with httpx.Client(base_url=sprout.url, timeout=PATIENCE) as api:
+    with httpx.Client(base_url=quick.url, timeout=PATIENCE) as api:
         tokens = api.post("/api/tokens", json={"text": text}).json()["tokens"]
         assert api.post("/api/tokens", json={"text": "a" * 2_000_000}).status_code == 400
     expect(files).to_contain_text(f"{tokens:,} tokens")
