@@ -41,9 +41,9 @@ from tests.engines.generate import Run, continued, run
 from tests.mlx_files import convert_sprout
 
 TEXT = tuple(b"You are a helpful assistant who answers every question as briefly as it can be done. ")
-GREEDY = Sampling(temperature=0, max_tokens=24, banned_ids=(tiny.END,))
+GREEDY = Sampling(temperature=0, max_tokens=12, banned_ids=(tiny.END,))
 SAMPLED = Sampling(
-    temperature=0.9, top_k=80, top_p=0.97, seed=7, max_tokens=24, repetition_penalty=1.2, frequency_penalty=0.3,
+    temperature=0.9, top_k=80, top_p=0.97, seed=7, max_tokens=12, repetition_penalty=1.2, frequency_penalty=0.3,
     logprobs=3, banned_ids=(tiny.END,),
 )  # fmt: skip
 WINDOWS: dict[str, Any] = {"layer_types": [*["sliding_attention"] * 5, "full_attention"], "num_hidden_layers": 6}
@@ -261,7 +261,7 @@ async def test_replies_are_the_same_together_and_alone(family: str, start: Calla
     """They begin and end at different steps, so that rows join and leave the batch; the longest prompts come first."""
     engine, other = start(family, limits=SchedulerLimits(chunk_tokens=8)), start(family)
     asked = prompts(5)[::-1]
-    sampled = [replace(SAMPLED, max_tokens=8 + 5 * number) for number in range(5)]
+    sampled = [replace(SAMPLED, max_tokens=6 + 3 * number) for number in range(5)]
     together = await asyncio.gather(*(run(engine, p, s) for p, s in zip(asked, sampled, strict=True)))
     for prompt, sampling, out in zip(asked, sampled, together, strict=True):
         assert (await run(other, prompt, sampling)).ids == out.ids
@@ -375,9 +375,10 @@ async def test_replies_that_outgrow_the_cache_wait_for_each_other(start: Callabl
     """Three fit with up to 256 tokens, which they pass while they are generated."""
     engine, fresh = start(cache_bytes=620_000), start()
     asked = [Prompt(tuple(f"{number}{'.' * 245}".encode())) for number in range(3)]
-    outs = await asyncio.gather(*(run(engine, prompt, SAMPLED) for prompt in asked))
+    sampling = replace(SAMPLED, max_tokens=24)
+    outs = await asyncio.gather(*(run(engine, prompt, sampling) for prompt in asked))
     for prompt, out in zip(asked, outs, strict=True):
-        assert out.ids == (await run(fresh, prompt, SAMPLED)).ids
+        assert out.ids == (await run(fresh, prompt, sampling)).ids
     assert engine.statistics.cache.prompt_tokens > sum(map(len, asked)), "one was preempted and started again"
 
 
