@@ -21,7 +21,7 @@ from torch import Tensor
 from palaver.engines.torch import device_filters, expert_kernels, sampling_kernels, step_kernels
 from palaver.engines.torch.batch import SequenceChunk
 from palaver.engines.torch.cuda_graphs import Capture
-from palaver.engines.torch.device_changes import to_device
+from palaver.engines.torch.device_changes import UploadBuffer, to_device
 from palaver.engines.torch.quantized_weights import PackedWeight
 from palaver.engines.torch.step_weights import (
     NO_WINDOW,
@@ -200,6 +200,9 @@ class DecoderStep:
         self.mixed_rows = [self._short_rows, *larger]
         most_rows = self.mixed_rows[-1]
         self._table = torch.zeros(len(FIELDS), most_rows, dtype=torch.int64, device=self.device)
+        self._upload = UploadBuffer((len(FIELDS) + 1 + sampling_kernels.BASIC_SETTINGS) * most_rows, self.device)
+        self._loads: dict[int, Callable[[], Tensor]] = {}
+        """By the number of rows: graphs that write the tables, from the memory of uploads."""
         self.inputs = dict(zip(FIELDS, self._table, strict=True))
         self._prompt_inputs = dict(zip(FIELDS, self._table[:, max_rows:], strict=True))
         self._sampled = torch.zeros(max_rows, dtype=torch.int64, device=self.device)
@@ -365,8 +368,7 @@ class DecoderStep:
         """Writes the device's tables."""
         count, prompt_tokens = len(rows), sum(len(chunk.ids) for chunk in prompts)
         size = self._mixed_size(self.max_rows + prompt_tokens) if prompts else self.max_rows
-        new = np.zeros((len(FIELDS) + 1 + sampling_kernels.BASIC_SETTINGS, size), dtype=np.int64)
-        new[3:6] = np.array(self._unused_address)[:, None]
+        new = self._empty_rows(size)
         settings = new[len(FIELDS) + 1 :].view(np.float64)
         for i, row in enumerate(rows):
             chunk = row.chunk
@@ -377,10 +379,30 @@ class DecoderStep:
             new[7:9, i] = row.reply_start, 1
             settings[:, i] = row.settings
         self._fill_prompts(new[: len(FIELDS), self.max_rows :], prompts)
-        new[len(FIELDS)] = -1
         if sources is not None:
             new[len(FIELDS), :count] = sources
-        step_kernels.load_rows(to_device(new, self.device), self._sampled, self._table, self._settings)
+        self._write_tables(new)
+
+    def _empty_rows(self, size: int) -> NDArray[np.int64]:
+        """What `step_kernels.load_rows` reads, for so many rows of padding."""
+        new = np.zeros((len(FIELDS) + 1 + sampling_kernels.BASIC_SETTINGS, size), dtype=np.int64)
+        new[3:6] = np.array(self._unused_address)[:, None]
+        new[len(FIELDS)] = -1
+        return new
+
+    def _write_tables(self, new: NDArray[np.int64]) -> None:
+        sent, size = self._upload.send(new), new.shape[1]
+
+        def write() -> Tensor:
+            step_kernels.load_rows(sent, self._sampled, self._table, self._settings)
+            return self._table
+
+        if size in self._loads:
+            self._loads[size]()
+            return
+        write()
+        if self.capture is not None:
+            self._loads[size] = self.capture(write)
 
     def _fill_prompts(self, columns: NDArray[np.int64], chunks: Sequence[SequenceChunk]) -> int:
         """Writes a column for each token, one chunk after the other, and the list of blocks. Returns their number."""
@@ -418,6 +440,8 @@ class DecoderStep:
             for step in steps:
                 for _ in range(2):  # one for each place of the results
                     self._replay(*step)
+            for rows in self.mixed_rows:
+                self._write_tables(self._empty_rows(rows))
             self.costs = self._measure()
 
     def _measure(self) -> MixedCosts:

@@ -116,6 +116,35 @@ def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
+class UploadBuffer:
+    """Sends arrays to the device, one after the other, each to the same memory. `to_device` allocates memory for each,
+    which takes longer than the copy."""
+
+    HOST_BUFFERS = 3
+    """Copies that may be under way before a further one waits."""
+
+    def __init__(self, numbers: int, device: torch.device) -> None:
+        """For arrays of at most so many integers."""
+        on_cuda = device.type == "cuda"
+        self._on_device = torch.zeros(numbers, dtype=torch.int64, device=device)
+        self._on_host = [torch.zeros(numbers, dtype=torch.int64, pin_memory=on_cuda) for _ in range(self.HOST_BUFFERS)]
+        self._copied = [torch.cuda.Event() for _ in self._on_host] if on_cuda else []
+        self._next = 0
+
+    def send(self, array: NDArray[np.int64]) -> Tensor:
+        """The array on the device, until the next call."""
+        at, size = self._next, array.size
+        self._next = (at + 1) % self.HOST_BUFFERS
+        if self._copied:
+            self._copied[at].synchronize()
+        source, target = self._on_host[at][:size], self._on_device[:size]
+        source.numpy()[:] = array.reshape(-1)
+        target.copy_(source, non_blocking=True)
+        if self._copied:
+            self._copied[at].record()
+        return target.view(array.shape)
+
+
 def _penalised(scores: Tensor, penalty: Tensor) -> Tensor:
     """Less likely by the factor `penalty`, whatever the sign of the score."""
     return torch.where(scores > 0, scores / penalty, scores * penalty)
