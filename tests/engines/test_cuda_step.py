@@ -19,7 +19,14 @@ from palaver.engines.core.rng import UniformStream, uniform  # noqa: E402
 from palaver.engines.core.runner import UnsupportedModel  # noqa: E402
 from palaver.engines.torch import device_filters, mxfp4, sampling_kernels, step_weights  # noqa: E402
 from palaver.engines.torch.batch import build_batch, sequence_chunk  # noqa: E402
-from palaver.engines.torch.cuda_step import MIN_PROMPT_TOKENS, SHORT_CHUNK, DecoderStep, MixedCosts, StepRow  # noqa: E402
+from palaver.engines.torch.cuda_step import (  # noqa: E402
+    MIN_PROMPT_TOKENS,
+    SHORT_CHUNK,
+    DecoderStep,
+    MixedCosts,
+    PromptLoad,
+    StepRow,
+)
 from palaver.engines.torch.devices import TensorLayout, TensorMemory  # noqa: E402
 from palaver.engines.torch.library_decoder import LibraryDecoder, kv_layout  # noqa: E402
 from palaver.engines.torch.plain_decoder import FusedDecoder, PlainDecoder  # noqa: E402
@@ -558,9 +565,27 @@ def test_bits_depend_on_the_text_alone(name: str | None) -> None:
 
 def test_prompts_take_as_many_tokens_as_their_time_allows() -> None:
     costs = MixedCosts(step=0.006, mixed={128: 0.0085, 512: 0.0148, 1024: 0.025}, pair=1e-9)
-    assert costs.prompt_tokens(0, 0.01, 32) == 480
-    assert costs.prompt_tokens(0, 0.02, 32) == 992
-    assert costs.prompt_tokens(0, 0.003, 32) == 96
-    assert costs.prompt_tokens(0, 0.001, 32) == MIN_PROMPT_TOKENS
-    assert 96 < costs.prompt_tokens(10_000, 0.01, 32) <= 120  # 1.2 of the 10 ms are left for attention
-    assert costs.prompt_tokens(1_000_000, 0.01, 32) == MIN_PROMPT_TOKENS
+
+    def tokens(start: int, seconds: float) -> int:
+        return costs.prompt_tokens(PromptLoad(1, 5000, start), 1, seconds, 32)
+
+    assert tokens(0, 0.01) == 480
+    assert tokens(0, 0.02) == 992
+    assert tokens(0, 0.003) == 96
+    assert tokens(0, 0.001) == MIN_PROMPT_TOKENS
+    assert tokens(10_000, 0.01) == 96  # a pass of 512 rows would have time for 120
+    assert tokens(1_000_000, 0.01) == MIN_PROMPT_TOKENS
+
+
+def test_prompts_take_as_many_tokens_as_let_all_wait_least() -> None:
+    """Where few rows more cost little, a single prompt beside many replies is computed in small parts."""
+    costs = MixedCosts(0.00475, {64: 0.0061, 128: 0.0061, 256: 0.0089, 512: 0.0125, 1024: 0.0242}, pair=0.0)
+
+    def tokens(prompts: int, left: int, replies: int) -> int:
+        return costs.prompt_tokens(PromptLoad(prompts, left, 0), replies, 0.01, 32)
+
+    assert tokens(1, 512, 30) == 96
+    assert tokens(4, 2048, 28) == 480  # prompts wait, too
+    assert tokens(1, 512, 1) == 480
+    assert tokens(1, 20, 30) == 20
+    assert tokens(0, 0, 30) == MIN_PROMPT_TOKENS  # for prompts that join

@@ -7,6 +7,7 @@ the sampled tokens on the device, where the next one finds them."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -101,15 +102,33 @@ class MixedCosts:
     pair: float
     """The seconds that each pair of a token of a prompt and a token before it takes more."""
 
-    def prompt_tokens(self, start: int, seconds: float, max_rows: int) -> int:
-        """How many tokens of a prompt, of which so many are computed, a step may take if it may last so much longer.
+    def prompt_tokens(self, load: PromptLoad, replies: int, seconds: float, max_rows: int) -> int:
+        """How many tokens of prompts a step takes beside so many replies, if it may last so much longer: as many as
+        let all of them wait least. For each token that is computed, a prompt waits for a share of the whole step, and a
+        reply for a share of what the step lasts longer.
+
         At least MIN_PROMPT_TOKENS, so that prompts are computed at all."""
-        found = MIN_PROMPT_TOKENS
+        least, found = math.inf, MIN_PROMPT_TOKENS
         for rows, mixed in self.mixed.items():
-            left = seconds - (mixed - self.step)
-            tokens = min(rows - max_rows, int(left / max(self.pair * start, 1e-12)))
-            found = max(found, tokens if left > 0 else 0)
+            extra, pairs = mixed - self.step, self.pair * load.start
+            room = min(load.tokens, rows - max_rows)
+            tokens = min(room, int(max(0.0, seconds - extra) / max(pairs, 1e-12)))
+            if not tokens or tokens < min(room, MIN_PROMPT_TOKENS):
+                continue
+            extra += pairs * tokens
+            waiting = (load.prompts * (self.step + extra) + replies * extra) / tokens
+            if waiting < least:
+                least, found = waiting, tokens
         return found
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLoad:
+    """The prompts that are being computed: their number, the tokens that they lack, and how many the longest has."""
+
+    prompts: int
+    tokens: int
+    start: int
 
 
 class ExpertBuffers:

@@ -22,7 +22,7 @@ from palaver.engines.core.sampler import Logits, NextPass, SampledStep
 from palaver.engines.core.speculation import MAX_ROWS
 from palaver.engines.torch.batch import ForwardBatch, SequenceChunk, build_batch, sequence_chunk
 from palaver.engines.torch.cuda_graphs import CudaGraphCapture
-from palaver.engines.torch.cuda_step import SHORT_CHUNK, DecoderStep, StepRow
+from palaver.engines.torch.cuda_step import SHORT_CHUNK, DecoderStep, PromptLoad, StepRow
 from palaver.engines.torch.device_changes import TooManyEdits, to_device
 from palaver.engines.torch.device_sampler import DeviceLogits, DeviceSampler, start_copy, steps_from_results
 from palaver.engines.torch.devices import TensorLayout, TorchThreads
@@ -175,14 +175,16 @@ class StepRunner(TorchRunner):
         self._cache.widens_pools = False  # a step attends for slots wherever they are
 
     def _mixed_tokens(self, sequences: Sequence[SequenceState], replies: int) -> int:
-        """Beside replies as many as delay them by MAX_DELAY_S."""
+        """Beside replies as many as delay them by at most MAX_DELAY_S."""
         step = self._step
         if any(map(self._has_media_ahead, sequences)):
             return 0
         if not replies or step.costs is None:
             return step.max_prompt_tokens
+        missing = [sequence.prefill_tokens for sequence in sequences if sequence.prefill_tokens]
         start = max((sequence.computed_tokens for sequence in sequences), default=0)
-        return step.costs.prompt_tokens(start, MAX_DELAY_S, step.max_rows)
+        load = PromptLoad(len(missing), sum(missing), start)
+        return step.costs.prompt_tokens(load, replies, MAX_DELAY_S, step.max_rows)
 
     def _compute(self, sequences: Sequence[SequenceState], counts: Sequence[int], need_logits: bool) -> Logits:
         with_media = any(map(self._has_media_ahead, sequences))
