@@ -19,7 +19,7 @@ from palaver.engines.torch.hybrid_kernels import LayerKernels  # noqa: E402
 from tests.engines import tiny  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::RuntimeWarning")  # the interpreter's
-SIZES = {
+SIZES: dict[str, Any] = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 32,

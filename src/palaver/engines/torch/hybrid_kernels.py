@@ -34,6 +34,10 @@ BLOCK = 64
 """Tokens of a prompt that are computed together."""
 VALUES = 32
 """Columns of a state that one program computes: they don't depend on each other."""
+FEW_ROWS = 4
+"""Up to so many sequences a decode pass has programs of VALUES columns; with more, each has all columns of a head."""
+STAGES = 2
+"""Blocks that `_scan_blocks` has loads of under way."""
 CHANNELS = 128
 """Channels of a convolution that one program computes."""
 PROBE_TOKENS = (100, 49, 1)
@@ -48,7 +52,7 @@ def _silu(x):
     return x / (1 + tl.exp(-x))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _convolve(
     x_ptr,
     state_ptr,
@@ -140,6 +144,36 @@ def _load_normed(ptr, token, first, stride, inside, K: tl.constexpr):
 
 
 @triton.jit
+def _invert(system, scratch_ptr, BT: tl.constexpr):
+    """The inverse of 1 + system, which is strictly lower triangular: its diagonal blocks of PART rows by substitution,
+    row by row, as powers of the whole system would cancel each other. `scratch` has room for BT * BT numbers."""
+    PART: tl.constexpr = 16
+    row = tl.arange(0, BT)
+    cell = scratch_ptr + row[:, None] * BT + row[None, :]
+    own = tl.arange(0, PART)
+    parts = tl.arange(0, BT // PART)
+    diagonal = scratch_ptr + parts[:, None, None] * PART * (BT + 1) + own[None, :, None] * BT + own[None, None, :]
+    tl.store(cell, system)
+    tl.debug_barrier()
+    small = tl.load(diagonal)
+    inverse = tl.where((own[:, None] == own[None, :])[None, :, :], 1.0, 0.0 * small)
+    for i in range(1, PART):
+        here = (own == i)[None, :, None]
+        change = tl.sum(tl.sum(tl.where(here, small, 0.0), 1)[:, :, None] * inverse, 1)
+        inverse = tl.where(here, inverse - change[:, None, :], inverse)
+    tl.debug_barrier()
+    tl.store(diagonal, inverse)
+    tl.debug_barrier()
+    same = (row // PART)[:, None] == (row // PART)[None, :]
+    blocks = tl.where(same, tl.load(cell), 0.0)
+    tl.debug_barrier()
+    rest = tl.dot(blocks, tl.where(same, 0.0, system), input_precision="tf32x3")
+    squared = tl.dot(rest, rest, input_precision="tf32x3")  # its fourth power is 0
+    blocks += tl.dot(squared, blocks, input_precision="tf32x3")
+    return blocks - tl.dot(rest, blocks, input_precision="tf32x3")
+
+
+@triton.jit(do_not_specialize=["tokens"])
 def _solve_blocks(
     qkv_ptr,
     a_ptr,
@@ -175,13 +209,9 @@ def _solve_blocks(
     system = tl.where(earlier, rate[:, None] * tl.dot(k, tl.trans(k), input_precision="tf32") * kept, 0.0)
     q = _load_normed(qkv_ptr, token, first, stride, inside, K) * scale
     scores = tl.where(row[:, None] >= row[None, :], tl.dot(q, tl.trans(k), input_precision="tf32") * kept, 0.0)
-    cell = (block * VH + head) * BT * BT + row[:, None] * BT + row[None, :]
-    tl.store(score_ptr + cell, scores)
-    inverse = tl.where(row[:, None] == row[None, :], 1.0, 0.0)
-    for i in range(1, BT):  # row by row: powers of the system would cancel each other
-        own = tl.sum(tl.where(row[:, None] == i, system, 0.0), 0)
-        change = tl.sum(own[:, None] * inverse, 0)
-        inverse = tl.where(row[:, None] == i, inverse - change[None, :], inverse)
+    cell = score_ptr + (block * VH + head) * BT * BT
+    inverse = _invert(system, cell, BT)
+    tl.store(cell + row[:, None] * BT + row[None, :], scores)
     value = tl.arange(0, V)
     at = token[:, None] * stride + 2 * KH * K + head * V + value[None, :]
     v = tl.load(qkv_ptr + at, mask=inside[:, None], other=0.0).to(tl.float32)
@@ -192,7 +222,7 @@ def _solve_blocks(
     tl.store(read_ptr + (token * VH + head)[:, None] * K + key[None, :], reads, mask=inside[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _scan_blocks(
     qkv_ptr,
     decay_ptr,
@@ -217,12 +247,10 @@ def _scan_blocks(
     first = head // (VH // KH) * K
     place = state_ptr + (head * K + key[:, None]) * V + value[None, :]
     state = tl.load(place).to(tl.float32)
-    for block in range(0, tl.cdiv(tokens, BT)):
+    for block in range(tl.cdiv(tokens, BT)):
         token = (block * BT + row).to(tl.int64)
         inside = token < tokens
-        reads = tl.load(
-            read_ptr + (token * VH + head)[:, None] * K + key[None, :], mask=inside[:, None], other=0.0
-        )
+        reads = tl.load(read_ptr + (token * VH + head)[:, None] * K + key[None, :], mask=inside[:, None], other=0.0)
         own = (token * VH + head)[:, None] * V + value[None, :]
         writes = tl.load(write_ptr + own, mask=inside[:, None], other=0.0)
         writes -= tl.dot(reads, state, input_precision="tf32")
@@ -303,7 +331,9 @@ class GatedDeltaLayer:
             self._key_heads, self._value_heads = module.num_k_heads, module.num_v_heads
             self._key_size, self._value_size = module.head_k_dim, module.head_v_dim
             convolution = module.conv1d
-            known = convolution.bias is None and module.activation in ("silu", "swish") and module.norm.weight.dim() == 1
+            known = (
+                convolution.bias is None and module.activation in ("silu", "swish") and module.norm.weight.dim() == 1
+            )
             self._weight = convolution.weight.detach()[:, 0].contiguous()
             self._norm_weight, self._epsilon = module.norm.weight, module.norm.variance_epsilon
             self._ordered = hasattr(module, "in_proj_qkv")
@@ -370,7 +400,7 @@ class GatedDeltaLayer:
         return out
 
     def _decode(self, qkv: Tensor, a: Tensor, b: Tensor, states: Tensor, out: Tensor) -> None:
-        columns = min(VALUES, self._value_size)
+        columns = min(VALUES, self._value_size) if len(qkv) <= FEW_ROWS else self._value_size
         _decay_and_write[(len(qkv), self._value_heads, self._value_size // columns)](
             qkv, a, b, *self._rates, states, out, self._key_size**-0.5, **self._heads, BV=columns, num_warps=4
         )
@@ -386,10 +416,30 @@ class GatedDeltaLayer:
             torch.empty(blocks, heads, BLOCK, BLOCK, **new),
         )
         _solve_blocks[(blocks, heads)](
-            qkv, a, b, *self._rates, *between, tokens, scale, **self._heads, BT=BLOCK, num_warps=8
+            qkv,
+            a,
+            b,
+            *self._rates,
+            *between,
+            tokens,
+            scale,
+            **self._heads,
+            BT=BLOCK,
+            num_warps=4,
+            num_stages=1,
         )
         _scan_blocks[(heads, self._value_size // columns)](
-            qkv, *between, states, out, tokens, scale, **self._heads, BV=columns, BT=BLOCK, num_warps=4
+            qkv,
+            *between,
+            states,
+            out,
+            tokens,
+            scale,
+            **self._heads,
+            BV=columns,
+            BT=BLOCK,
+            num_warps=4,
+            num_stages=STAGES,
         )
 
     def check(self) -> None:
@@ -399,9 +449,7 @@ class GatedDeltaLayer:
         expected = self._module(hidden)
         states = SimpleNamespace(
             conv_states=[hidden.new_zeros(1, *self._weight.shape)],
-            recurrent_states=[
-                torch.ones(1, self._value_heads, self._key_size, self._value_size, device=hidden.device)
-            ],
+            recurrent_states=[torch.ones(1, self._value_heads, self._key_size, self._value_size, device=hidden.device)],
             has_previous_state=[False],
         )
         cache, parts = SimpleNamespace(layers={self._index: states}), []

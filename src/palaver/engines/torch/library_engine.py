@@ -479,9 +479,11 @@ class ModelProbe(ForwardProbe):
         try:
             decoder.attach()
             for kernels, graphs, chunks in _HYBRID_WAYS:
-                with suppress(Exception):
+                try:
                     self._try_hybrid(decoder, alone, kernels, graphs, chunks)
                     return decoder, chunks
+                except Exception as error:
+                    _log.info("A hybrid model does without kernels, graphs or chunks: %s", failure_reason(error))
             self._try_hybrid(decoder, alone, kernels=False, graphs=False, chunks=False)
             return decoder, False
         except BaseException:
