@@ -208,7 +208,9 @@ async def test_cached_prompts_are_resumed(folder_of: Callable[[str], Path]) -> N
     at_once = await asyncio.gather(*(run(engine, Prompt(ids), settings[0]) for ids in prompts))
     assert [reply.ids for reply in at_once] == [expected[0] for expected in fresh]
     repeated = step.repeated
-    async with engine.generate(Prompt(tuple(b"a long reply")), Sampling(temperature=0.8, seed=9, max_tokens=400)) as one:
+    async with engine.generate(
+        Prompt(tuple(b"a long reply")), Sampling(temperature=0.8, seed=9, max_tokens=400)
+    ) as one:
         async for output in one:
             if isinstance(output, Step):
                 beside = await asyncio.gather(*(run(engine, Prompt(ids), settings[1]) for ids in prompts))
