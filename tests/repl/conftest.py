@@ -43,7 +43,7 @@ class Door:
 
     @contextmanager
     def crawling(self) -> Iterator[None]:
-        """Makes tokens so slow that a reply which runs is still running when a key or a signal comes."""
+        """After its first words, makes a reply so slow that it still runs when a key or a signal comes."""
         self._crawls.touch()
         try:
             yield
