@@ -9,14 +9,16 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from palaver.cli import app
 from palaver.errors import RequestError
 from palaver.messages import Role
 from palaver.repl.commands.branches import edit_text
 from palaver.repl.input import StreamLineSource
 from palaver.store import ReplyStatus, StoredMessage, open_store
 from tests.models import make_model
-from tests.repl.conftest import SOURCE, Door, HeldEngine, local_door
+from tests.repl.conftest import Door, HeldEngine, local_door
 from tests.repl.terminal import CTRL_C, CTRL_D, CTRL_L, Terminal
 
 QUESTION = "What is 246810 + 135791?"
@@ -86,14 +88,6 @@ def _interrupt_while_loading(terminal: Terminal) -> None:
     terminal.wait(r"Cancelled.\n›(\n\n|$)")
 
 
-def test_the_first_screen_is_there_while_the_model_loads(tmp_path: Path) -> None:
-    held = HeldEngine(tmp_path)
-    with local_door(tmp_path).open(environment=held.environment) as terminal:
-        shown = terminal.wait(r"(?s)^›.*Loading sprout")
-        assert re.match(FIRST_SCREEN, shown)
-        assert "/model Qwen/Qwen3-0.6B" in shown
-
-
 def test_lines_that_are_typed_before_the_prompt_are_sent(tmp_path: Path) -> None:
     with local_door(tmp_path).open(echo=True) as terminal:
         terminal.type("\r/think off\rWhat is 2 + 2?\rWhat is 3 ")
@@ -102,11 +96,13 @@ def test_lines_that_are_typed_before_the_prompt_are_sent(tmp_path: Path) -> None
         assert terminal.transcript().count("tokens/s") == 1
 
 
-def test_control_l_while_the_model_loads(tmp_path: Path) -> None:
-    """It clears the screen. The terminal's answer about its cursor is never shown as text."""
+def test_the_first_screen_and_control_l_while_the_model_loads(tmp_path: Path) -> None:
+    """Ctrl+L clears the screen. The terminal's answer about its cursor is never shown as text."""
     held = HeldEngine(tmp_path)
     with local_door(tmp_path).open(echo=True, environment=held.environment) as terminal:
-        terminal.wait(r"(?s)^›.*Loading sprout")
+        shown = terminal.wait(r"(?s)^›.*Loading sprout")
+        assert re.match(FIRST_SCREEN, shown)
+        assert "/model Qwen/Qwen3-0.6B" in shown
         terminal.enter("What is 2 + 2?")
         terminal.wait(r"› What is 2 \+ 2\?\nLoading")
         terminal.type(CTRL_L)
@@ -252,9 +248,6 @@ async def test_the_editor(tmp_path: Path) -> None:
     ],
 )
 def test_flags_that_contradict_each_other(flags: list[str], named: list[str]) -> None:
-    command = [sys.executable, "-m", "palaver", "chat", *flags]
-    done = subprocess.run(
-        command, capture_output=True, text=True, env={"PYTHONPATH": str(SOURCE), "PATH": "/usr/bin:/bin"}
-    )
-    assert done.returncode == 2
+    done = CliRunner().invoke(app, ["chat", *flags])
+    assert done.exit_code == 2
     assert all(name in done.stderr for name in named)
