@@ -169,7 +169,7 @@ def test_every_command(terminal: Terminal, tmp_path: Path) -> None:
 def test_a_diffusion_reply_comes_into_focus(tmp_path: Path) -> None:
     """The reply has many blocks: a draft is painted, however seldom the terminal gets to paint."""
     door = Door("local", tmp_path, ("sprout-diffusion", "--local", "--data", str(tmp_path)))
-    with door.open("--set", "min_tokens=400", "--set", "max_tokens=400") as terminal:
+    with door.open("--set", "min_tokens=200", "--set", "max_tokens=200") as terminal:
         terminal.prompt()
         terminal.enter("What is 17 + 25?")
         terminal.see(r"[░▒▓]{3}")
