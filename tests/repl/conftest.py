@@ -92,14 +92,14 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door]:
 
 
 @contextmanager
-def run_server(folder: Path) -> Iterator[tuple[Door, subprocess.Popen[bytes]]]:
+def run_server(folder: Path, *options: str) -> Iterator[tuple[Door, subprocess.Popen[bytes]]]:
     """A live server on that folder; terminated at the end unless the test has done so."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
     door = Door("server", folder, ("--server", url, "--data", str(folder)))
-    command = [sys.executable, "-m", "palaver", "serve", "--port", str(port), "--data", str(folder)]
+    command = [sys.executable, "-m", "palaver", "serve", "--port", str(port), "--data", str(folder), *options]
     with (folder / "server.log").open("wb") as log:
         process = subprocess.Popen(command, env={**os.environ, **door.environment}, stdout=log, stderr=log)
     try:

@@ -49,7 +49,7 @@ def start_counting(terminal: Terminal) -> None:
 
 @pytest.fixture
 def fresh(tmp_path: Path) -> Iterator[tuple[Door, subprocess.Popen[bytes]]]:
-    with run_server(tmp_path) as started:
+    with run_server(tmp_path, "--grace", "1") as started:  # it need not wait for a reply that crawls
         yield started
 
 
