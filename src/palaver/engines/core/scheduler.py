@@ -294,8 +294,11 @@ class Scheduler:
         """Computes the next token of each sequence and drafts behind them, then samples as many tokens as the drafts
         hold. Returns False, with nothing done, if there are no drafts."""
         most = MAX_ROWS // len(sequences) - 1 if sequences and self._pass_costs.knows_plain(len(sequences)) else 0
-        if most < 1 or not all(sequence.pending_tokens == 1 and sequence.prompt_cached for sequence in sequences):
+        if most < 1:
             return False
+        for sequence in sequences:
+            if sequence.pending_tokens != 1 or not sequence.prompt_cached:
+                return False
         drafts = [self._draft(sequence, most) for sequence in sequences]
         if not any(drafts):
             return False

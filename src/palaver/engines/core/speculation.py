@@ -143,6 +143,7 @@ class DraftLookup:
     def is_promising(self, max_tokens: int, costs: PassCosts, sequences: int = 1) -> bool:
         """Whether the tokens before the next one stood in the text before, so that drafts are likely, and as many as
         `max_tokens` would pay."""
+        self._index()
         place, match = self._find()
         if not place or match < PROMISING_MATCH:
             return False
@@ -154,6 +155,9 @@ class DraftLookup:
         """The tokens that may come next, at most `max_tokens`; none where it is better to do without. `sequences` share
         the pass."""
         ids = self._token_ids
+        self._index()
+        if len(ids) > self._resumable and (len(ids) < NGRAM or (ids[-2], ids[-1]) not in self._following):
+            return ()  # the usual case in prose
         self._allow()
         if costs.extra(sequences, sequences) > self._credit:  # not even one token: saves the search
             return ()
@@ -199,8 +203,8 @@ class DraftLookup:
         return length
 
     def _find(self) -> tuple[int, int]:
-        """The position behind the longest earlier match of the last tokens, and its size; 0 where there is none."""
-        self._index()
+        """The position behind the longest earlier match of the last tokens, and its size; 0 where there is none. All
+        positions must be indexed."""
         ids = self._token_ids
         best, size = self._resume(), 0
         if best:
@@ -236,6 +240,12 @@ class DraftLookup:
     def _index(self) -> None:
         """Adds the positions of new tokens. The end of the text is not one of them: nothing follows there yet."""
         ids, earlier, following = self._token_ids, self._earlier, self._following
+        first, last = self._first + len(earlier), len(ids) - 1
+        if first == last > 1:  # one token came
+            key = (ids[last - 2], ids[last - 1])
+            earlier.append(following.get(key, 0))
+            following[key] = last
+            return
         while len(earlier) + self._first < min(NGRAM, len(ids)):  # there too few tokens come before
             earlier.append(0)
         first = self._first + len(earlier)
