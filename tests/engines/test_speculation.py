@@ -111,7 +111,7 @@ def test_after_a_change_of_another_length_one_token_is_enough_to_resume() -> Non
 def test_drafts_are_as_long_as_pays() -> None:
     text = b"0123456789abcdefghijklmnopqrstuvwxyz" * 2
     assert len(draft(text, extra=0.0)) == DRAFT_LENGTHS[-1]
-    assert len(draft(text, extra=0.2)) == 1, "a longer one could lose more than a new reply may"
+    assert len(draft(text, extra=0.2)) == 7
     assert len(draft(text, extra=1.0)) == 0
 
 
@@ -140,7 +140,7 @@ def test_one_slow_pass_says_little_of_what_drafts_cost() -> None:
         costs.record_plain(1, seconds)
     costs.record_drafting(1, 3, 0.200)
     assert costs.extra(1, 3) == pytest.approx(1.0), "no dearer than tokens without drafts"
-    for _ in range(FORGOTTEN_AFTER + 1):
+    for _ in range(FORGOTTEN_AFTER + 2):  # the first one belongs to the pass before
         costs.record_plain(1, 0.010)
     assert costs.extra(1, 3) == GUESSED_EXTRA
     for seconds in (0.013, 0.090, 0.200):
@@ -155,7 +155,30 @@ def test_a_short_draft_is_tried_where_longer_ones_are_dear() -> None:
     costs.record_drafting(1, 3, 0.030)
     assert len(DraftLookup(text).propose(15, costs)) == 1
     costs.record_drafting(1, 1, 0.020)
-    assert not DraftLookup(text).propose(15, costs)
+    assert len(DraftLookup(text).propose(15, costs)) == 3
+    costs.record_drafting(1, 3, 0.040)
+    costs.record_drafting(1, 3, 0.040)
+    assert len(DraftLookup(text).propose(15, costs)) == 3, "the quickest pass counts"
+
+
+def test_a_pass_that_slows_the_next_one_costs_more() -> None:
+    """It leaves less of the weights in the cache."""
+    costs = PassCosts()
+    for _ in range(2):
+        costs.record_plain(1, 0.010)
+    for _ in range(3):
+        costs.record_drafting(1, 3, 0.013)
+        assert costs.drafts(1, 15)[1] == (3, pytest.approx(3 * costs.extra(1, 3)))
+        costs.record_plain(1, 0.016)
+    assert costs.extra(1, 3) == pytest.approx(0.1 + 0.6 / 3)
+    assert costs.drafts(1, 15)[1] == (3, pytest.approx(0.9))
+
+
+def test_a_reply_that_has_lost_by_drafts_looks_for_none() -> None:
+    lookup = DraftLookup(list(b"0123456789abcdefghijklmnopqrstuvwxyz" * 2))
+    assert lookup.propose(15, FixedCosts(0.2))
+    lookup.record(7, 0, 0.2)
+    assert not lookup.propose(15, FixedCosts(0.0))
 
 
 @pytest.mark.parametrize("extra", [0.05, 0.4, 0.9])

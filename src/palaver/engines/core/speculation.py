@@ -5,8 +5,8 @@ is accepted where it is the token that is sampled anyway, and the tokens behind 
 is gained is time, since a pass over a few tokens costs little more than one over a single token.
 
 How much more it costs is measured while passes run, and how often drafts hold is counted for each reply. A draft has
-the length from which most is to be expected, and a reply may lose no more time by drafts than it has gained by them, a
-two-hundredth of its own time and half a pass."""
+the length from which most is to be expected. A reply drafts as long as what it may lose, times the chance that it does,
+is no more than what it has gained by drafts, a two-hundredth of its own time and half a pass."""
 
 from __future__ import annotations
 
@@ -60,6 +60,7 @@ class PassCosts:
         """`waits_for_host`: only passes with drafts wait for the host, and what it takes differs from pass to pass. So
         their cost is that of the median pass, not of the quickest, and they must promise more."""
         self._choose = median if waits_for_host else min
+        self._waits_for_host = waits_for_host
         self.least_gain = LEAST_GAIN if waits_for_host else 1.0
         """How many times the tokens of a pass without drafts are to be expected in the same time."""
         self._plain: dict[int, deque[float]] = {}
@@ -68,10 +69,22 @@ class PassCosts:
         """By the number of sequences: how many such passes there were."""
         self._ratios: dict[int, dict[int, _Ratios]] = {}
         """By the numbers of sequences and of draft tokens: the time of a pass with them over that of one without."""
+        self._last_drafts: tuple[int, _Ratios] | None = None
+        """Of the last pass on the host, if it had drafts: the number of its sequences, and what is known of such."""
+        self._drafts: dict[tuple[int, int], tuple[int, Sequence[tuple[int, float]]]] = {}
+        """What `drafts` returned, and up to which pass it holds."""
 
     def record_plain(self, sequences: int, seconds: float) -> None:
         """A pass with one token of each sequence."""
-        self._plain.setdefault(sequences, deque(maxlen=RECENT_PASSES)).append(seconds)
+        plain = self._plain.setdefault(sequences, deque(maxlen=RECENT_PASSES))
+        if self._last_drafts is not None:
+            size, ratios = self._last_drafts
+            self._last_drafts = None
+            if size == sequences and plain:
+                ratios.record_next(seconds / min(plain))
+                self._drafts.clear()
+                return
+        plain.append(seconds)
         self._passes[sequences] += 1
 
     def knows_plain(self, sequences: int) -> bool:
@@ -83,7 +96,20 @@ class PassCosts:
         ratios = self._ratios.setdefault(sequences, {}).setdefault(drafted, _Ratios(self._choose))
         ratio = min(1.0 + drafted, seconds / min(self._plain.get(sequences, (seconds,))))
         ratios.record(ratio, self._passes[sequences])
+        if not self._waits_for_host:
+            self._last_drafts = (sequences, ratios)
+        self._drafts.clear()
         return self.extra(sequences, drafted)
+
+    def drafts(self, sequences: int, max_tokens: int) -> Sequence[tuple[int, float]]:
+        """The lengths of drafts of each sequence up to `max_tokens`, the shortest first, with what each would cost."""
+        passes, key = self._passes[sequences], (sequences, max_tokens)
+        until, found = self._drafts.get(key, (-1, ()))
+        if passes > until:
+            sizes = [min(size, max_tokens) for size in DRAFT_LENGTHS]
+            found = [(size, size * self.extra(sequences, size * sequences)) for size in sizes]
+            self._drafts[key] = passes + RECENT_PASSES, found
+        return found
 
     def extra(self, sequences: int, drafted: int) -> float:
         """What each draft token is expected to cost: that of the pass of the nearest size. A pass that is smaller than
@@ -91,7 +117,7 @@ class PassCosts:
         ratios, now = self._ratios.get(sequences, {}), self._passes[sequences]
         known = ratios.get(drafted)
         if known is not None and known.is_recent(now):
-            return max(0.0, sequences * (known.typical - 1) / drafted)
+            return max(0.0, sequences * (known.typical - 1 + known.aftermath) / drafted)
         sizes = [size for size, one in ratios.items() if one.is_recent(now)]
         if not sizes:
             return GUESSED_EXTRA
@@ -105,6 +131,9 @@ class _Ratios:
         self._choose = choose
         self._recent: deque[float] = deque(maxlen=RECENT_PASSES)
         self.typical = 0.0
+        self._next: deque[float] = deque(maxlen=RECENT_PASSES)
+        self.aftermath = 0.0
+        """By how much the pass after it takes longer than others, in such passes: the cache holds less of the weights."""
         self._last_pass = 0
         """How many passes without drafts there were at the last measurement."""
 
@@ -112,6 +141,11 @@ class _Ratios:
         self._recent.append(ratio)
         self.typical = self._choose(self._recent)
         self._last_pass = passes
+
+    def record_next(self, ratio: float) -> None:
+        """A pass without drafts came after one with them."""
+        self._next.append(ratio - 1)
+        self.aftermath = max(0.0, median(self._next))
 
     def is_recent(self, passes: int) -> bool:
         return passes - self._last_pass <= FORGOTTEN_AFTER * len(self._recent)
@@ -154,17 +188,19 @@ class DraftLookup:
     def propose(self, max_tokens: int, costs: PassCosts, sequences: int = 1) -> Sequence[int]:
         """The tokens that may come next, at most `max_tokens`; none where it is better to do without. `sequences` share
         the pass."""
+        self._allow()
+        if self._credit <= 0:  # saves the search
+            return ()
         ids = self._token_ids
         self._index()
         if len(ids) > self._resumable and (len(ids) < NGRAM or (ids[-2], ids[-1]) not in self._following):
-            return ()  # the usual case in prose
-        self._allow()
-        if costs.extra(sequences, sequences) > self._credit:  # not even one token: saves the search
             return ()
         place, self._match = self._find()
         if not place:
             return ()
         length = self._best_length(max_tokens, costs, sequences)
+        if not length:
+            return ()
         self._place, period = place, len(ids) - place
         return [ids[place + offset % period] for offset in range(length)]
 
@@ -189,17 +225,16 @@ class DraftLookup:
         return sum(self._match >= size for size in MATCH_SIZES)
 
     def _best_length(self, max_tokens: int, costs: PassCosts, sequences: int) -> int:
-        share, best, length = self._shares[self._kind], costs.least_gain, 0
-        for size in DRAFT_LENGTHS:
-            size = min(size, max_tokens)
-            cost = size * costs.extra(sequences, size * sequences)
-            if cost <= self._credit:
+        kind, best, length = self._kind, costs.least_gain, 0
+        share = self._shares[kind]
+        for size, cost in costs.drafts(sequences, max_tokens):
+            if cost * (1 - share) <= self._credit:
                 tokens = 1 + size if share == 1 else (1 - share ** (size + 1)) / (1 - share)
                 expected = tokens / (1 + cost)
                 if expected > best:
                     best, length = expected, size
         if not length:
-            self._shares[self._kind] += RECOVERY * (FIRST_SHARES[self._kind] - share)
+            self._shares[kind] += RECOVERY * (FIRST_SHARES[kind] - share)
         return length
 
     def _find(self) -> tuple[int, int]:
