@@ -133,7 +133,7 @@ class _Ratios:
         self.typical = 0.0
         self._next: deque[float] = deque(maxlen=RECENT_PASSES)
         self.aftermath = 0.0
-        """By how much the pass after it takes longer than others, in such passes: the cache holds less of the weights."""
+        """By how much the next pass takes longer than others, in such passes: the cache holds less of the weights."""
         self._last_pass = 0
         """How many passes without drafts there were at the last measurement."""
 
