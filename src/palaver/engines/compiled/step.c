@@ -11,13 +11,18 @@
 
 #include "panels.h"
 
-#define QUERIES 8 /* queries of one KV head that are attended for at once */
+#define QUERIES 8 /* queries of one KV head whose sums fit into registers */
+#define SPANS 8 /* spans of one sequence that share what is loaded of its keys and values */
 #define KEYS 128 /* keys scored before their values are added */
 #define FETCHED_KEYS 32 /* keys and values fetched ahead */
 #ifdef __AVX512F__
 #define SCORED_KEYS 8 /* keys whose products with two queries fit into registers */
+#define TURNED_SIZE 64 /* of heads up to which keys are transposed: there adding up lanes takes most of the time */
+#define TURNED_QUERIES 4
 #else
 #define SCORED_KEYS 2
+#define TURNED_SIZE 0
+#define TURNED_QUERIES 1
 #endif
 
 typedef struct {
@@ -52,7 +57,8 @@ typedef struct {
     const float *embedding, *rotations; /* or NULL */
 } row;
 
-/* Rows that are attended for at once: consecutive tokens of one sequence. */
+/* Rows whose queries are attended for at once: consecutive tokens of one sequence. Or spans that follow each other in
+   one sequence. */
 typedef struct {
     int64_t first, count;
 } span;
@@ -60,8 +66,8 @@ typedef struct {
 typedef struct {
     model m;
     float *x, *normed, *qkv, *attended, *intermediate; /* [rows][...] */
-    span *spans;
-    float **scratch; /* of each thread: queries, their weighted values so far, scores, tiles, expanded weights */
+    span *spans, *groups; /* groups: of spans */
+    float **scratch; /* of each thread: as in `work` */
 } decoder;
 
 typedef struct {
@@ -69,8 +75,9 @@ typedef struct {
     const row *rows;
     const float *rotations; /* [position][head_dim / 2][2]: cosine and sine */
     float *logits;
-    int64_t count, spans, logit_rows, thread, threads;
-    float *queries, *blended, *scores, *tiles, *expanded;
+    int64_t count, groups, logit_rows, thread, threads;
+    float *queries, *blended, *scores, *turned; /* of the spans of a group: queries and weighted values so far */
+    float *tiles, *expanded;
 } work;
 
 /* matrices */
@@ -209,6 +216,73 @@ ALWAYS void score(int count, const float *queries, const float *keys, int64_t si
     if (count % 2) score_some(1, queries + (count - 1) * size, keys, size, scores + (count - 1) * KEYS);
 }
 
+/* The sums of those products of queries and LANES keys that `multiply_keys` has in one lane. The numbers of the keys lie
+   side by side, [size][KEYS]. */
+ALWAYS void multiply_lane(int queries, const float *query, const float *turned, int64_t size, int lane, vec *sums) {
+    for (int g = 0; g < queries; g++) sums[g] = all(0);
+    for (int64_t i = lane; i < size; i += LANES) {
+        vec key = load(turned + i * KEYS);
+        KEEP_IN_REGISTER(key);
+        for (int g = 0; g < queries; g++) sums[g] += key * query[g * size + i];
+    }
+}
+
+/* The same for a quarter of the lanes, added up as `totals` does. */
+ALWAYS void multiply_quarter(int queries, const float *query, const float *turned, int64_t size, int lane, vec *sums) {
+    vec second[TURNED_QUERIES], third[TURNED_QUERIES], fourth[TURNED_QUERIES];
+    multiply_lane(queries, query, turned, size, lane, sums);
+    multiply_lane(queries, query, turned, size, lane + 1, second);
+    for (int g = 0; g < queries; g++) sums[g] += second[g];
+    multiply_lane(queries, query, turned, size, lane + 2, third);
+    multiply_lane(queries, query, turned, size, lane + 3, fourth);
+    for (int g = 0; g < queries; g++) sums[g] += third[g] + fourth[g];
+}
+
+/* The scores of `queries` queries and LANES keys. */
+ALWAYS void score_turned_some(int queries, const float *query, const float *turned, int64_t size, float *scores) {
+    vec first[TURNED_QUERIES], second[TURNED_QUERIES], third[TURNED_QUERIES], fourth[TURNED_QUERIES];
+    multiply_quarter(queries, query, turned, size, 0, first);
+    multiply_quarter(queries, query, turned, size, LANES / 4, second);
+    for (int g = 0; g < queries; g++) first[g] += second[g];
+    multiply_quarter(queries, query, turned, size, LANES / 2, third);
+    multiply_quarter(queries, query, turned, size, LANES / 4 * 3, fourth);
+    for (int g = 0; g < queries; g++) store(scores + g * KEYS, first[g] + (third[g] + fourth[g]));
+}
+
+/* The same for `count` queries. */
+ALWAYS void score_turned(int count, const float *queries, const float *turned, int64_t size, float *scores) {
+    int g = 0;
+    for (; g + TURNED_QUERIES <= count; g += TURNED_QUERIES)
+        score_turned_some(TURNED_QUERIES, queries + g * size, turned, size, scores + g * KEYS);
+    for (; g < count; g++) score_turned_some(1, queries + g * size, turned, size, scores + g * KEYS);
+}
+
+#define EXCHANGED(s, l) ((l) & (s) ? LANES + (l) - (s) : (l))
+#define REMAINING(s, l) ((l) & (s) ? LANES + (l) : (l) + (s))
+#define FOUR_LANES(of, s, l) of(s, (l)), of(s, (l) + 1), of(s, (l) + 2), of(s, (l) + 3)
+#define FOR_LANES(of, s) FOUR_LANES(of, s, 0), FOUR_LANES(of, s, 4), FOUR_LANES(of, s, 8), FOUR_LANES(of, s, 12)
+
+/* Transposes LANES vectors: rows and lanes whose numbers differ by `s` change places, for each power of two. */
+#define EXCHANGE(s) \
+    for (int r = 0; r < LANES; r++) \
+        if (!(r & (s))) { \
+            vec a = rows[r], b = rows[r + (s)]; \
+            rows[r] = PICKED(a, b, FOR_LANES(EXCHANGED, s)); \
+            rows[r + (s)] = PICKED(a, b, FOR_LANES(REMAINING, s)); \
+        }
+ALWAYS void transpose(vec *rows) { EXCHANGE(8) EXCHANGE(4) EXCHANGE(2) EXCHANGE(1) }
+
+/* Writes `count` keys to [size][KEYS]. */
+static void turn_keys(const float *keys, int64_t size, int64_t count, float *turned) {
+    for (int64_t t = 0; t < count; t += LANES)
+        for (int64_t i = 0; i < size; i += LANES) {
+            vec rows[LANES];
+            for (int r = 0; r < LANES; r++) rows[r] = load(keys + (t + r) * size + i);
+            transpose(rows);
+            for (int r = 0; r < LANES; r++) store(turned + (i + r) * KEYS + t, rows[r]);
+        }
+}
+
 /* The online softmax of a query: its largest score so far, and the sum of its weights relative to that. */
 typedef struct {
     float max, total;
@@ -234,12 +308,12 @@ static float weigh(float *scores, int64_t length, int64_t end, softmax *so_far) 
 
 /* Adds the weighted values of `end` keys to those of the keys before: `wide` vectors of each value. */
 ALWAYS void blend_some(int count, int wide, const float *weights, const float *values, int64_t size, int64_t end,
-                       int64_t left, const float *shrink, float *out) {
+                       int64_t fetched, const float *shrink, float *out) {
     vec sums[QUERIES][LANES];
     for (int g = 0; g < count; g++)
         for (int k = 0; k < wide; k++) sums[g][k] = load(out + g * size + k * LANES) * shrink[g];
     for (int64_t t = 0; t < end; t++) {
-        fetch(values + at_most(t + FETCHED_KEYS, left - 1) * size, wide * LANES * sizeof(float));
+        if (t + FETCHED_KEYS < fetched) fetch(values + (t + FETCHED_KEYS) * size, wide * LANES * sizeof(float));
         for (int k = 0; k < wide; k++) {
             vec value = load(values + t * size + k * LANES);
             KEEP_IN_REGISTER(value);
@@ -250,47 +324,53 @@ ALWAYS void blend_some(int count, int wide, const float *weights, const float *v
         for (int k = 0; k < wide; k++) store(out + g * size + k * LANES, sums[g][k]);
 }
 
-/* The same for whole values. `left`: how many keys there are from the first one on. */
-ALWAYS void blend(int count, const float *weights, const float *values, int64_t size, int64_t end, int64_t left,
+/* The same for whole values. `fetched`: up to which of them they are fetched ahead. */
+ALWAYS void blend(int count, const float *weights, const float *values, int64_t size, int64_t end, int64_t fetched,
                   const float *shrink, float *out) {
     const int wide = count * 8 <= SUMS ? 8 : count * 4 <= SUMS ? 4 : count * 2 <= SUMS ? 2 : 1;
     int64_t i = 0;
     for (; i + wide * LANES <= size; i += wide * LANES)
-        blend_some(count, wide, weights, values + i, size, end, left, shrink, out + i);
-    for (; i < size; i += LANES) blend_some(count, 1, weights, values + i, size, end, left, shrink, out + i);
+        blend_some(count, wide, weights, values + i, size, end, fetched, shrink, out + i);
+    for (; i < size; i += LANES) blend_some(count, 1, weights, values + i, size, end, fetched, shrink, out + i);
 }
 
-/* `count` queries, `group` of them for each row; the first row sees `length` keys, each further one sees one more. */
-ALWAYS void attend_some(int count, const work *w, int64_t group, const float *keys, const float *values,
-                        int64_t length) {
-    int64_t size = w->d->m.head_dim, all_keys = length + (count - 1) / group;
+/* The queries of a span: `group` for each row, of which the first sees `length` keys, each further one sees one more. */
+typedef struct {
+    int64_t count, group, length;
+    float *queries, *blended;
     softmax so_far[QUERIES];
+} attention;
+
+ALWAYS int64_t keys_seen(const attention *a) { return a->length + (a->count - 1) / a->group; }
+
+/* Attends to KEYS keys from number `from` on. `turned`: these keys, transposed, or NULL. `fetched`: up to which number
+   keys and values are fetched ahead; 0 where another span has done so. */
+ALWAYS void attend_some(int count, const work *w, attention *to, const float *keys, const float *values, int64_t from,
+                        const float *turned, int64_t fetched) {
+    int64_t size = w->d->m.head_dim, end = at_most(keys_seen(to) - from, KEYS);
     float shrink[QUERIES];
-    for (int g = 0; g < count; g++) so_far[g] = (softmax){-INFINITY, 0};
-    for (int64_t i = 0; i < count * size; i += LANES) store(w->blended + i, all(0));
-    for (int64_t from = 0; from < all_keys; from += KEYS) {
-        int64_t left = all_keys - from, end = at_most(left, KEYS);
-        for (int64_t t = 0; t < end; t += LANES) {
-            if (t + FETCHED_KEYS < left) fetch(keys + (from + t + FETCHED_KEYS) * size, LANES * size * sizeof(float));
-            score(count, w->queries, keys + (from + t) * size, size, w->scores + t);
+    keys += from * size, values += from * size;
+    for (int64_t t = 0; t < end; t += LANES) {
+        if (TURNED_SIZE && turned) {
+            score_turned(count, to->queries, turned + t, size, w->scores + t);
+            continue;
         }
-        fetch(values + from * size, at_most(end, LANES) * size * sizeof(float));
-        for (int g = 0; g < count; g++)
-            shrink[g] = weigh(w->scores + g * KEYS, length + g / group - from, end, so_far + g);
-        blend(count, w->scores, values + from * size, size, end, left, shrink, w->blended);
+        if (from + t + FETCHED_KEYS < fetched) fetch(keys + (t + FETCHED_KEYS) * size, LANES * size * sizeof(float));
+        score(count, to->queries, keys + t * size, size, w->scores + t);
     }
+    if (fetched) fetch(values, at_most(end, LANES) * size * sizeof(float));
     for (int g = 0; g < count; g++)
-        for (int64_t i = 0; i < size; i += LANES)
-            store(w->blended + g * size + i, load(w->blended + g * size + i) / so_far[g].total);
+        shrink[g] = weigh(w->scores + g * KEYS, to->length + g / to->group - from, end, to->so_far + g);
+    blend(count, w->scores, values, size, end, fetched - from, shrink, to->blended);
 }
 
-static void attend(const work *w, int64_t count, int64_t group, const float *keys, const float *values,
-                   int64_t length) {
+static void attend(const work *w, attention *to, const float *keys, const float *values, int64_t from,
+                   const float *turned, int64_t fetched) {
 #define CASE(n) \
     case n: \
-        attend_some(n, w, group, keys, values, length); \
+        attend_some(n, w, to, keys, values, from, turned, fetched); \
         break;
-    switch (count) {
+    switch (to->count) {
         CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8)
     }
 #undef CASE
@@ -319,40 +399,74 @@ static void write_rows(const work *w, const layer *l, int64_t depth) {
     }
 }
 
-/* Attends for the queries of one span that share a KV head, `count` of each row from `start` on. */
-static void attend_span(const work *w, const layer *l, int64_t depth, const span *at, int64_t head, int64_t start,
-                       int64_t count) {
-    const model *m = &w->d->m;
-    int64_t size = m->head_dim, first = head * (m->num_heads / m->num_kv_heads) + start;
-    const float *keys = keys_of(w, at->first, depth, head);
-    fetch(keys, at_most(w->rows[at->first].position, FETCHED_KEYS) * size * sizeof(float));
-    for (int64_t n = 0; n < at->count; n++)
-        for (int64_t g = 0; g < count; g++)
-            rotate(w, l, qkv_of(w, at->first + n, first + g), first + g, at->first + n, m->scale,
-                   w->queries + (n * count + g) * size);
-    attend(w, at->count * count, count, keys, keys + w->rows[at->first].member_stride, w->rows[at->first].position + 1);
-    for (int64_t n = 0; n < at->count; n++)
-        for (int64_t i = 0; i < count * size; i++)
-            w->d->attended[((at->first + n) * m->num_heads + first) * size + i] = w->blended[n * count * size + i];
-}
-
 static int needs_logits(const work *w, const span *at) {
     for (int64_t r = at->first; r < at->first + at->count; r++)
         if (w->rows[r].needs_logits) return 1;
     return 0;
 }
 
+/* The queries of a span that share a KV head, `count` of each row from `start` on. */
+static void begin(const work *w, const layer *l, const span *at, int64_t first, int64_t count, attention *to) {
+    int64_t size = w->d->m.head_dim;
+    to->count = at->count * count, to->group = count, to->length = w->rows[at->first].position + 1;
+    for (int64_t n = 0; n < at->count; n++)
+        for (int64_t g = 0; g < count; g++)
+            rotate(w, l, qkv_of(w, at->first + n, first + g), first + g, at->first + n, w->d->m.scale,
+                   to->queries + (n * count + g) * size);
+    for (int64_t g = 0; g < to->count; g++) to->so_far[g] = (softmax){-INFINITY, 0};
+    for (int64_t i = 0; i < to->count * size; i += LANES) store(to->blended + i, all(0));
+}
+
+static void finish_span(const work *w, const span *at, int64_t first, const attention *of) {
+    const model *m = &w->d->m;
+    int64_t size = m->head_dim;
+    for (int64_t g = 0; g < of->count; g++) {
+        int64_t r = at->first + g / of->group, head = first + g % of->group;
+        for (int64_t i = 0; i < size; i += LANES)
+            store(w->d->attended + (r * m->num_heads + head) * size + i,
+                  load(of->blended + g * size + i) / of->so_far[g].total);
+    }
+}
+
+/* Attends for the spans of a group: block by block, so that all of them find keys and values in the nearest cache. */
+static void attend_group(const work *w, const layer *l, int64_t depth, const span *group, int64_t head, int64_t start,
+                         int64_t count) {
+    const model *m = &w->d->m;
+    const span *spans = w->d->spans + group->first;
+    int64_t size = m->head_dim, first = head * (m->num_heads / m->num_kv_heads) + start, longest = 0;
+    const float *keys = keys_of(w, spans->first, depth, head), *values = keys + w->rows[spans->first].member_stride;
+    attention each[SPANS];
+    int64_t used = 0;
+    fetch(keys, at_most(w->rows[spans->first].position, FETCHED_KEYS) * size * sizeof(float));
+    for (int64_t s = 0; s < group->count; s++) {
+        if (depth + 1 == m->num_layers && !needs_logits(w, spans + s)) continue;
+        each[s].queries = w->queries + s * QUERIES * size, each[s].blended = w->blended + s * QUERIES * size;
+        begin(w, l, spans + s, first, count, each + s);
+        longest = keys_seen(each + s);
+        used++;
+    }
+    float *turned = TURNED_SIZE && used > 1 && size <= TURNED_SIZE ? w->turned : NULL;
+    for (int64_t from = 0; from < longest; from += KEYS) {
+        int64_t fetched = longest;
+        if (TURNED_SIZE && turned) turn_keys(keys + from * size, size, at_most(longest - from, KEYS), turned);
+        for (int64_t s = 0; s < group->count; s++) {
+            if (depth + 1 == m->num_layers && !needs_logits(w, spans + s)) continue;
+            if (keys_seen(each + s) > from) attend(w, each + s, keys, values, from, turned, fetched);
+            fetched = 0;
+        }
+    }
+    for (int64_t s = 0; s < group->count; s++)
+        if (depth + 1 < m->num_layers || needs_logits(w, spans + s)) finish_span(w, spans + s, first, each + s);
+}
+
 static void attend_rows(const work *w, const layer *l, int64_t depth) {
     const model *m = &w->d->m;
-    int64_t group = m->num_heads / m->num_kv_heads, tasks = w->spans * m->num_kv_heads;
+    int64_t heads = m->num_heads / m->num_kv_heads, tasks = w->groups * m->num_kv_heads;
     int64_t stop = share_start(tasks, w->thread + 1, w->threads);
-    for (int64_t task = share_start(tasks, w->thread, w->threads); task < stop; task++) {
-        const span *at = w->d->spans + task % w->spans; /* those of one head share its keys and values */
-        if (depth + 1 == m->num_layers && !needs_logits(w, at)) continue;
-        for (int64_t start = 0; start < group; start += QUERIES)
-            attend_span(w, l, depth, at, task / w->spans, start,
-                        group - start < QUERIES ? group - start : QUERIES);
-    }
+    for (int64_t task = share_start(tasks, w->thread, w->threads); task < stop; task++)
+        for (int64_t start = 0; start < heads; start += QUERIES)
+            attend_group(w, l, depth, w->d->groups + task % w->groups, task / w->groups, start,
+                         at_most(heads - start, QUERIES));
 }
 
 /* Moves the rows that need logits to the front: the others are finished. */
@@ -414,27 +528,44 @@ static void pass(work w) {
     multiply(&w, &m->lm_head, 1, w.count, d->normed, hidden, w.logits, m->lm_head.outputs, 0);
 }
 
-/* Groups rows into spans. Returns the number of spans. */
-static int64_t build_spans(const decoder *d, const row *rows, int64_t count) {
-    int64_t group = d->m.num_heads / d->m.num_kv_heads, max_rows = group < QUERIES ? QUERIES / group : 1, spans = 0;
+/* Whether a row is the next token of the sequence of the row before it. */
+ALWAYS int follows(const row *rows, int64_t r) {
+    return r && rows[r].slot == rows[r - 1].slot && rows[r].position == rows[r - 1].position + 1;
+}
+
+/* Divides rows into spans, and spans into groups. Returns the number of groups. */
+static int64_t build_groups(const decoder *d, const row *rows, int64_t count) {
+    int64_t heads = d->m.num_heads / d->m.num_kv_heads, max_rows = heads < QUERIES ? QUERIES / heads : 1;
+    int64_t spans = 0, groups = 0;
     for (int64_t r = 0; r < count; r++) {
-        span *last = d->spans + spans - 1;
-        int next = r && rows[r].slot == rows[r - 1].slot && rows[r].position == rows[r - 1].position + 1;
-        if (next && last->count < max_rows)
+        span *last = d->spans + spans - 1, *group = d->groups + groups - 1;
+        if (follows(rows, r) && last->count < max_rows) {
             last->count++;
+            continue;
+        }
+        if (follows(rows, r) && group->count < SPANS)
+            group->count++;
         else
-            d->spans[spans++] = (span){r, 1};
+            d->groups[groups++] = (span){spans, 1};
+        d->spans[spans++] = (span){r, 1};
     }
-    return spans;
+    return groups;
+}
+
+/* The floats that attention needs in a thread. */
+static int64_t attention_floats(const model *m) {
+    return 2 * SPANS * QUERIES * m->head_dim + QUERIES * KEYS + KEYS * at_most(m->head_dim, TURNED_SIZE);
 }
 
 static void run_thread(work w, int64_t thread, int64_t threads) {
     w.thread = thread, w.threads = threads;
+    const model *m = &w.d->m;
     w.queries = w.d->scratch[thread];
-    w.blended = w.queries + QUERIES * w.d->m.head_dim;
-    w.scores = w.blended + QUERIES * w.d->m.head_dim;
-    w.tiles = w.scores + QUERIES * KEYS;
-    w.expanded = w.tiles + 2 * w.d->m.max_rows * PANEL;
+    w.blended = w.queries + SPANS * QUERIES * m->head_dim;
+    w.scores = w.blended + SPANS * QUERIES * m->head_dim;
+    w.turned = w.scores + QUERIES * KEYS;
+    w.tiles = w.queries + attention_floats(m);
+    w.expanded = w.tiles + 2 * m->max_rows * PANEL;
     pass(w);
 }
 
@@ -443,7 +574,7 @@ static void run_thread(work w, int64_t thread, int64_t threads) {
 void palaver_step(const decoder *d, const row *rows, int64_t count, const float *rotations, float *logits,
                   int64_t threads) {
     work w = {.d = d, .rows = rows, .rotations = rotations, .logits = logits, .count = count};
-    w.spans = build_spans(d, rows, count);
+    w.groups = build_groups(d, rows, count);
     for (int64_t r = 0; r < count; r++) w.logit_rows += rows[r].needs_logits;
 #ifdef _OPENMP
     if (threads > 1) {
@@ -464,7 +595,7 @@ static float *allocate_floats(int64_t count) {
 void palaver_free(decoder *d) {
     if (!d) return;
     for (int64_t t = 0; d->scratch && t < d->m.max_threads; t++) free(d->scratch[t]);
-    free(d->scratch), free(d->spans);
+    free(d->scratch), free(d->spans), free(d->groups);
     free(d->x), free(d->normed), free(d->qkv), free(d->attended), free(d->intermediate), free(d);
 }
 
@@ -476,14 +607,16 @@ decoder *palaver_new(const model *m) {
     d->x = allocate_floats(m->max_rows * m->hidden_size);
     d->normed = allocate_floats(m->max_rows * m->hidden_size);
     d->spans = calloc(m->max_rows, sizeof(span));
+    d->groups = calloc(m->max_rows, sizeof(span));
     d->qkv = allocate_floats(m->max_rows * (m->num_heads + 2 * m->num_kv_heads) * m->head_dim);
     d->attended = allocate_floats(m->max_rows * m->num_heads * m->head_dim);
     d->intermediate = allocate_floats(m->max_rows * padded(m->intermediate_size));
     d->scratch = calloc(m->max_threads, sizeof(float *));
-    int complete = d->x && d->normed && d->qkv && d->attended && d->intermediate && d->spans && d->scratch;
+    int complete = d->x && d->normed && d->qkv && d->attended && d->intermediate && d->spans && d->groups;
+    complete = complete && d->scratch;
     for (int64_t t = 0; complete && t < m->max_threads; t++) {
-        int64_t attention = QUERIES * (2 * m->head_dim + KEYS), tiles = 2 * m->max_rows * PANEL;
-        d->scratch[t] = allocate_floats(attention + tiles + SHALLOW * PANEL);
+        int64_t tiles = 2 * m->max_rows * PANEL;
+        d->scratch[t] = allocate_floats(attention_floats(m) + tiles + SHALLOW * PANEL);
         complete = d->scratch[t] != NULL;
     }
     if (complete) return d;
