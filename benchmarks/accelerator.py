@@ -110,6 +110,19 @@ SHAPES: dict[str, dict[str, Any]] = {
         "sliding_window": 1024,
         "query_pre_attn_scalar": 256,
     },
+    "Qwen3.5-4B": {
+        "config": "Qwen3_5TextConfig",
+        "hidden_size": 2560,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+    },
 }
 DEFAULT_SHAPES = ("Qwen3-0.6B", "Qwen3-8B")
 TINY = {
@@ -398,7 +411,9 @@ class Speed:
         experts = shape.get("num_experts", shape.get("num_local_experts", 1))
         self.missed = 1 - shape.get("num_experts_per_tok", 1) / experts
         """The share of a layer's experts that a token doesn't take."""
-        self.token_bytes = 4 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * shape["head_dim"]
+        recurrent = getattr(model.config, "layer_types", []).count("linear_attention")
+        attention = shape["num_hidden_layers"] - recurrent
+        self.token_bytes = 4 * attention * shape["num_key_value_heads"] * shape["head_dim"]
         self.weight_bytes = 2 * self.weights
         began = time.perf_counter()
         options = EngineOptions(fused=not arguments.library, exact=arguments.exact)
