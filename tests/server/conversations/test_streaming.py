@@ -149,10 +149,11 @@ async def test_many_turns_come_in_one_stream(held: StreamClient) -> None:
     third = await chat.start_reply(talk.id, first.message.id)
     ids = [first.reply.id, second.id, third.id]
     turns = ",".join([f"{ids[0]}:0", ids[1], f"{ids[2]}:1"])
-    reading = asyncio.create_task(held.read("/api/events", params={"turns": turns}))
-    await asyncio.sleep(0)
     held.stage.hold.set()
-    items = [json.loads(one.data) for one in await reading]
+    async with chat.events(ids[2]) as entries:  # until there is an event to go on behind
+        while (await anext(entries)).number != 1:
+            pass
+    items = [json.loads(one.data) for one in await held.read("/api/events", params={"turns": turns})]
     assert items[0] == {"type": "opened"}
     assert {item["type"] for item in items[1:]} == {"turn"}
     for place, id in enumerate(ids):
