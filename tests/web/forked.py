@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 from collections.abc import Sequence
-from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-import pytest
+from tests import forkserver
 
 ROOT = Path(__file__).parents[2]
-PRELOADED = ["tests.web.served"]
+_CONTEXT = forkserver.preload("tests.web.served")
 HOLD = "\N{DOUBLE VERTICAL LINE}"
 """In a script: a mark at which replies can be held."""
 HELD = "held"
@@ -21,12 +19,7 @@ HELD = "held"
 
 def fork_server(arguments: Sequence[str]) -> BaseProcess:
     """Starts a process that serves with these arguments. The first call also starts the process that forks them all."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", f"{ROOT / 'src'}{os.pathsep}{ROOT}")
-        forkserver.ensure_running()
-    process = context.Process(target=_serve, args=(list(arguments),))
+    process = _CONTEXT.Process(target=_serve, args=(list(arguments),))
     process.start()
     return process
 
