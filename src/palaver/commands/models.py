@@ -16,7 +16,7 @@ from palaver.errors import BadParameter, UnknownModel
 
 if TYPE_CHECKING:
     from palaver.models.catalog import CatalogFile
-    from palaver.models.disk import MachineFit
+    from palaver.models.machine_fit import MachineFit
 
 models = typer.Typer(help=strings.MODELS, no_args_is_help=True)
 NameArgument = Annotated[str, typer.Argument(metavar="MODEL", help=strings.MODEL_ON_HUB)]
@@ -49,7 +49,8 @@ def list_(data: DataOption = None) -> None:
 def show(name: NameArgument, data: DataOption = None) -> None:
     from palaver.chat.engine_choice import LoadOptions
     from palaver.chat.model import load_model_format
-    from palaver.models.disk import machine_fit, read_facts
+    from palaver.models.disk import read_facts
+    from palaver.models.machine_fit import machine_fit
     from palaver.models.resolver import resolve_model
 
     with report_errors():
@@ -83,7 +84,7 @@ def pull(
 ) -> None:
     """Says what it needs and how fast it will be, then downloads. Goes on where a download was cut."""
     from palaver.engines.machine import has_gpu_memory
-    from palaver.models.disk import machine_fit
+    from palaver.models.machine_fit import machine_fit
     from palaver.models.resolver import files_to_download, resolve_model
 
     with report_errors():
@@ -156,7 +157,7 @@ def _read_catalog(data: Path | None) -> CatalogFile:
 
 def _show_remote(name: str) -> None:
     """A model that is not on disk, as the hub describes it."""
-    from palaver.models.disk import machine_fit
+    from palaver.models.machine_fit import machine_fit
     from palaver.models.resolver import files_to_download
 
     repository, files = files_to_download(name)

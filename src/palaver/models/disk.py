@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -149,50 +148,6 @@ def weights_bytes(model: ResolvedModel) -> int:
     folders = [model.folder, *([model.adapter] if model.adapter is not None and model.adapter.is_dir() else [])]
     total = sum(path.stat().st_size for folder in folders for path in folder.glob("*.safetensors"))
     return total if model.quantize_bits is None else total * model.quantize_bits // 16
-
-
-RUNTIME_FACTOR = 1.05
-"""The memory of a running model over that of its weights."""
-MEMORY_SHARE = 0.9
-_PROBE_BYTES = 64 << 20
-_PROBE_PASSES = 3
-_EFFICIENCY = 0.6
-"""The part of the memory's bandwidth that decoding uses."""
-
-
-@dataclass(frozen=True, slots=True)
-class MachineFit:
-    """Whether a model fits this machine's memory, and how fast it will be on its processor."""
-
-    needed_bytes: int
-    memory_bytes: int
-    """What a model may take of the machine's memory."""
-    tokens_per_second: float
-
-    @property
-    def fits(self) -> bool:
-        return self.needed_bytes <= self.memory_bytes
-
-
-def machine_fit(weights: int) -> MachineFit:
-    """By the size of the weights. Each token reads all of them, so that the memory's bandwidth bounds the speed; of a
-    mixture of experts each token reads less."""
-    memory = int((gguf.total_memory() or 0) * MEMORY_SHARE)
-    speed = _EFFICIENCY * _memory_bandwidth() / max(1, weights)
-    return MachineFit(int(weights * RUNTIME_FACTOR), memory, speed)
-
-
-def _memory_bandwidth() -> float:
-    """Bytes that this machine reads in a second, measured in some milliseconds."""
-    import numpy as np
-
-    values = np.ones(_PROBE_BYTES // 8)
-    best = float("inf")
-    for _ in range(_PROBE_PASSES):
-        begun = time.perf_counter()
-        values.sum()
-        best = min(best, time.perf_counter() - begun)
-    return _PROBE_BYTES / best
 
 
 def remove_model(name: str, cache: Path | None = None) -> int:
