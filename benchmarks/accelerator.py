@@ -803,7 +803,7 @@ class Prompts:
         return wrong
 
     def _quantized(self, form: str) -> Any:
-        from palaver.engines.core.quantization import read_quantization
+        from palaver.engines.core.quantization_config import read_quantization
         from palaver.engines.torch.quantized_weights import QuantizedLinear, read_weight
 
         store, settings = FORMATS[form]

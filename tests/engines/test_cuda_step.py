@@ -14,7 +14,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 pytest.importorskip("triton", reason="Triton is not installed: the kernels of CUDA steps are not tested")
 
 from palaver.engines.core.kv_cache import Slot, SlotAllocator  # noqa: E402
-from palaver.engines.core.quantization import read_quantization  # noqa: E402
+from palaver.engines.core.quantization_config import read_quantization  # noqa: E402
 from palaver.engines.core.rng import UniformStream, uniform  # noqa: E402
 from palaver.engines.core.runner import UnsupportedModel  # noqa: E402
 from palaver.engines.torch import device_filters, mxfp4, sampling_kernels, step_weights  # noqa: E402

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from palaver.engines.core.checkpoint import open_checkpoint
 from palaver.engines.core.decoder_config import read_decoder_config
 from palaver.engines.core.options import EngineOptions
-from palaver.engines.core.quantization import read_quantization
+from palaver.engines.core.quantization_config import read_quantization
 from palaver.engines.core.runner import UnsupportedModel
 from palaver.engines.torch.engine import load, load_plain_model, read_plain_decoder
 from palaver.engines.torch.quantized_weights import StoredWeight, read_weight

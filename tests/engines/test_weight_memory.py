@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from palaver.engines.core.checkpoint import Checkpoint, open_checkpoint
 from palaver.engines.core.decoder_config import read_decoder_config
-from palaver.engines.core.quantization import Quantization, read_quantization
+from palaver.engines.core.quantization_config import Quantization, read_quantization
 from palaver.engines.torch import devices, weight_memory
 from palaver.engines.torch.devices import check_fit, weights_bytes
 from palaver.engines.torch.engine import read_plain_decoder

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from palaver.engines.base import EngineInfo
 from palaver.engines.core import gguf_metadata
 from palaver.engines.core.checkpoint import Checkpoint, read_json
-from palaver.engines.core.quantization import IGNORED, TYPES, Quantization, TensorShapes
+from palaver.engines.core.quantization_config import IGNORED, TYPES, Quantization, TensorShapes
 from palaver.engines.core.runner import UnsupportedModel
 from palaver.errors import BadParameter, ModelError
 from palaver.sampling import NUMBERS, Sampling

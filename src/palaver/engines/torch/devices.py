@@ -13,7 +13,7 @@ from torch import Tensor
 from palaver.engines.core.checkpoint import Checkpoint
 from palaver.engines.core.kv_cache import KVLayout
 from palaver.engines.core.options import Fit, default_cache_bytes
-from palaver.engines.core.quantization import Quantization
+from palaver.engines.core.quantization_config import Quantization
 from palaver.engines.core.runner import ThreadCounts
 from palaver.engines.torch.weight_memory import WeightMemory
 from palaver.errors import BadParameter

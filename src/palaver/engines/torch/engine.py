@@ -35,7 +35,7 @@ from palaver.engines.core.engine import LocalEngine
 from palaver.engines.core.kv_cache import SlotAllocator
 from palaver.engines.core.media import MediaCache
 from palaver.engines.core.options import EngineOptions, check_cache_bytes
-from palaver.engines.core.quantization import Quantization, read_quantization
+from palaver.engines.core.quantization_config import Quantization, read_quantization
 from palaver.engines.core.runner import SMALL_MODEL, Runner, UnsupportedModel
 from palaver.engines.core.scheduler import SchedulerLimits
 from palaver.engines.torch.batch import build_batch, build_block_batch, sequence_chunk

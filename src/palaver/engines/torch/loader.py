@@ -19,7 +19,7 @@ import palaver.engines.core.checkpoint as core_checkpoint
 from palaver.engines.core import decoder_config
 from palaver.engines.core.checkpoint import Checkpoint
 from palaver.engines.core.checkpoint import has_processor as has_processor
-from palaver.engines.core.quantization import describe_quantization
+from palaver.engines.core.quantization_config import describe_quantization
 from palaver.engines.torch.devices import is_dequantized, quantization_config
 from palaver.errors import BrokenModel, UnsafeCode, UnsafeWeights
 from palaver.sampling import Sampling

@@ -1,7 +1,7 @@
 """Quantised weights: 8-bit floats, 8-bit integers and 4-bit integers, with scales.
 
-The CUDA kernels read them packed, other code as floats. All formats of `core/quantization.py` become one of the three
-kinds."""
+The CUDA kernels read them packed, other code as floats. All formats of `core/quantization_config.py` become one of the
+three kinds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
-from palaver.engines.core.quantization import BITS_PER_WORD, Quantization
+from palaver.engines.core.quantization_config import BITS_PER_WORD, Quantization
 from palaver.engines.core.runner import UnsupportedModel
 
 BLOCK_OUTPUTS = 64

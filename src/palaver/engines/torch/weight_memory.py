@@ -12,7 +12,7 @@ import torch
 
 from palaver.engines.core.checkpoint import Checkpoint
 from palaver.engines.core.decoder_config import read_decoder_config
-from palaver.engines.core.quantization import BITS_PER_WORD, Quantization
+from palaver.engines.core.quantization_config import BITS_PER_WORD, Quantization
 from palaver.engines.torch.quantized_weights import block_words
 from palaver.engines.torch.tile_shapes import HEAD_SIZES
 
