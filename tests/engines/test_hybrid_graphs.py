@@ -17,7 +17,7 @@ from torch import Tensor
 
 from palaver.engines.core.kv_cache import SlotAllocator, SlotPool
 from palaver.engines.torch.attention import MaskRule
-from palaver.engines.torch.attention_kernels import AttentionParams
+from palaver.engines.torch.attention_functions import AttentionParams
 from palaver.engines.torch.batch import SequenceChunk, sequence_chunk
 from palaver.engines.torch.cuda_graphs import Pass
 from palaver.engines.torch.devices import TensorLayout, TensorMemory

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from palaver.engines.core.kv_cache import Slot, SlotPool
-from palaver.engines.torch.attention_kernels import (
+from palaver.engines.torch.attention_functions import (
     AttentionParams,
     attend_decode,
     attend_flash,

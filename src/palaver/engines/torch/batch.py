@@ -20,7 +20,7 @@ from palaver.engines.torch.attention import (
     SingleDecodeSpan,
     TokenBlocks,
 )
-from palaver.engines.torch.attention_kernels import AttentionParams
+from palaver.engines.torch.attention_functions import AttentionParams
 
 
 class BatchInputs:

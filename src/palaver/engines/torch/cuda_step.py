@@ -1,5 +1,5 @@
-"""The passes of a decoder on CUDA, by the kernels of `step_kernels.py` and `expert_kernels.py`: a step computes the
-next token of every row and samples it. A mixed step also computes chunks of prompts, in the same pass over the weights.
+"""The passes of a decoder on CUDA, by Triton kernels: a step computes the next token of every row and samples it. A
+mixed step also computes chunks of prompts, in the same pass over the weights.
 
 A step is captured as a CUDA graph for each of a few numbers of rows. The graph reads which rows it has from device
 tensors, so it serves any mix of sequences, wherever their slots are: joins and leaves are one small copy. A step leaves
@@ -19,7 +19,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from palaver.engines.torch import device_filters, expert_kernels, sampling_kernels, step_kernels
+from palaver.engines.torch import (
+    attention_kernels,
+    device_filters,
+    expert_kernels,
+    kernel_functions,
+    linear_kernels,
+    sampling_kernels,
+    step_kernels,
+)
 from palaver.engines.torch.batch import SequenceChunk
 from palaver.engines.torch.cuda_graphs import Capture
 from palaver.engines.torch.device_changes import UploadBuffer, to_device
@@ -141,7 +149,7 @@ class ExpertBuffers:
         self.logits = torch.zeros(rows, experts.router.outputs, device=device)
         self.chosen = torch.zeros(pairs, dtype=torch.int32, device=device)
         self.weights = torch.zeros(pairs, device=device)
-        self.counts = torch.zeros(2 * step_kernels.next_power(experts.count + 1), dtype=torch.int32, device=device)
+        self.counts = torch.zeros(2 * kernel_functions.next_power(experts.count + 1), dtype=torch.int32, device=device)
         self.members = torch.zeros(experts.count * rows, dtype=torch.int32, device=device)
         self.gated = like.new_zeros(pairs, experts.gate_up.outputs)
         self.parts = torch.zeros(pairs, experts.down.outputs, device=device)
@@ -374,7 +382,7 @@ class DecoderStep:
     def _reserve(self, tokens: int) -> None:
         """Makes room for the attention over so many tokens. Graphs are captured again."""
         self._capacity = tokens
-        self._entries = -(-tokens // step_kernels.TILE)
+        self._entries = -(-tokens // attention_kernels.TILE)
         heads = self._heads
         entries = self._short_rows * heads.kv_heads * self._entries * heads.padded_group
         self._graphs.clear()
@@ -742,13 +750,13 @@ class DecoderStep:
             buffers.members,
             buffers.capacity,
             E=experts.count,
-            EP=step_kernels.next_power(experts.count),
+            EP=kernel_functions.next_power(experts.count),
             STRIDE=experts.router.outputs,
             TOP=experts.top_k,
-            TOPP=step_kernels.next_power(experts.top_k),
+            TOPP=kernel_functions.next_power(experts.top_k),
             NORMALISED=experts.normalised,
             LISTS=lists,
-            **step_kernels.launch_options(self._pdl, num_warps=1),
+            **kernel_functions.launch_options(self._pdl, num_warps=1),
         )
 
     def _expert_linear(
@@ -787,14 +795,14 @@ class DecoderStep:
             BK=tile.depth,
             STAGES=tile.stages,
             NT=parts,
-            NTP=step_kernels.next_power(max(1, parts)),
+            NTP=kernel_functions.next_power(max(1, parts)),
             BIAS=projection.bias is not None,
             GLU=gated,
             INTERLEAVED=projection.interleaved,
             NARROW=projection.exponents is not None,
             ACTIVATION=self.model.activation,
             BY_ROW=gated,
-            **step_kernels.launch_options(self._pdl and not prefill, num_warps=tile.warps),
+            **kernel_functions.launch_options(self._pdl and not prefill, num_warps=tile.warps),
         )
 
     def _add(
@@ -824,14 +832,14 @@ class DecoderStep:
             squares,
             self.model.epsilon,
             K=size,
-            BK=step_kernels.next_power(size),
+            BK=kernel_functions.next_power(size),
             TOP=1 if experts is None else experts.top_k,
             EXPERTS=experts is not None,
-            COUNTS=1 if experts is None else step_kernels.next_power(experts.count + 1),
+            COUNTS=1 if experts is None else kernel_functions.next_power(experts.count + 1),
             NORM=own_gain is not None,
             NT=parts,
-            NTP=step_kernels.next_power(parts),
-            **step_kernels.launch_options(self._pdl, num_warps=8),
+            NTP=kernel_functions.next_power(parts),
+            **kernel_functions.launch_options(self._pdl, num_warps=8),
         )
 
     @property
@@ -871,7 +879,7 @@ class DecoderStep:
         unpacks = prefill and projection.unpacks(rows)
         if packed is not None and unpacks and not compile_only:
             self._unpack(packed)
-        kernel, grid = step_kernels._linear, (programs,)
+        kernel, grid = linear_kernels._linear, (programs,)
         launch = partial(kernel.warmup, grid=grid) if compile_only else kernel[grid]
         launch(
             x,
@@ -897,7 +905,7 @@ class DecoderStep:
             PARALLEL=parallel,
             STAGES=tile.stages,
             NT=parts,
-            NTP=step_kernels.next_power(max(1, parts)),
+            NTP=kernel_functions.next_power(max(1, parts)),
             KIND="" if packed is None else "unpacked" if unpacks else packed.kind.value,
             GROUP=0 if packed is None or packed.group == packed.inputs else packed.group,
             ZEROS=zeros is not None and not unpacks,
@@ -909,13 +917,13 @@ class DecoderStep:
             RESIDUAL=residual is not None,
             DISTANCE=tile.distance,
             EARLY=tile.early,
-            **step_kernels.launch_options(self._pdl and not prefill, num_warps=tile.warps),
+            **kernel_functions.launch_options(self._pdl and not prefill, num_warps=tile.warps),
         )
 
     def _unpack(self, packed: PackedWeight) -> None:
         """The next product reads what this writes; the one after it may overwrite it."""
         zeros = packed.zeros
-        step_kernels._unpack[(packed.words.shape[0] * packed.words.shape[1],)](
+        linear_kernels._unpack[(packed.words.shape[0] * packed.words.shape[1],)](
             packed.words,
             packed.scales if zeros is None else zeros,
             self._unpacked,
@@ -939,7 +947,7 @@ class DecoderStep:
         softcap: float = 0.0,
     ) -> None:
         shape = projection.vector
-        step_kernels._matvec[(projection.outputs // shape.outputs,)](
+        linear_kernels._matvec[(projection.outputs // shape.outputs,)](
             x,
             projection.weight,
             x if projection.bias is None else projection.bias,
@@ -967,7 +975,7 @@ class DecoderStep:
         heads, inputs, attention = self._heads, self.inputs, layer.attention
         cos, sin = self.model.rotary[attention.rotary]
         programs = attention_programs(rows)
-        step_kernels._attend[(rows * heads.kv_heads, programs)](
+        attention_kernels._attend[(rows * heads.kv_heads, programs)](
             buffers.qkv,
             inputs["base"],
             inputs["member"],
@@ -993,9 +1001,9 @@ class DecoderStep:
             SOFTCAP=attention.softcap is not None,
             STAGES=2,
             **heads.sizes,
-            **step_kernels.launch_options(self._pdl, num_warps=4),
+            **kernel_functions.launch_options(self._pdl, num_warps=4),
         )
-        step_kernels.join_tiles(
+        attention_kernels.join_tiles(
             self._tiles,
             self._tile_sums,
             inputs["position"],
@@ -1010,7 +1018,7 @@ class DecoderStep:
 
     def _rotate_and_write(self, layer: StepLayer, index: int, inputs: dict[str, Tensor], qkv: Tensor) -> None:
         heads, (cos, sin) = self._heads, self.model.rotary[layer.attention.rotary]
-        step_kernels._rotate_and_write[(len(qkv), heads.heads + 2 * heads.kv_heads)](
+        attention_kernels._rotate_and_write[(len(qkv), heads.heads + 2 * heads.kv_heads)](
             qkv,
             inputs["base"],
             inputs["member"],
@@ -1035,7 +1043,7 @@ class DecoderStep:
         self, layer: StepLayer, index: int, inputs: dict[str, Tensor], qkv: Tensor, out: Tensor, blocks: int
     ) -> None:
         heads, attention = self._heads, layer.attention
-        step_kernels._attend_prefill[(blocks, heads.kv_heads)](
+        attention_kernels._attend_prefill[(blocks, heads.kv_heads)](
             qkv,
             out if attention.sinks is None else attention.sinks,
             out,

@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from palaver.engines.torch.step_kernels import _activate, _load_weights, _rounded
+from palaver.engines.torch.kernel_functions import rounded
+from palaver.engines.torch.linear_kernels import _activate, _load_weights
 
 
 @triton.jit(do_not_specialize=["capacity"])
@@ -171,8 +172,8 @@ def _expert_linear(
                 weights += BK
                 inputs += BK
             if K == BK:
-                a = _rounded(a)
-                b = _rounded(b)
+                a = rounded(a)
+                b = rounded(b)
         if NT > 0:
             index = tl.arange(0, NTP)
             squares = squares_ptr + row[:, None] * NT + index[None, :]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from palaver.engines.core.runner import UnsupportedModel
 from palaver.engines.torch.attention import MaskRule
-from palaver.engines.torch.attention_kernels import AttentionParams
+from palaver.engines.torch.attention_functions import AttentionParams
 from palaver.engines.torch.batch import SequenceChunk
 from palaver.engines.torch.cuda_graphs import Capture, Pass, watch_synchronization
 

@@ -16,7 +16,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from palaver.engines.core.runner import UnsupportedModel
 from palaver.engines.torch.attention import MaskRule
-from palaver.engines.torch.attention_kernels import AttentionParams, pair_bytes
+from palaver.engines.torch.attention_functions import AttentionParams, pair_bytes
 from palaver.engines.torch.batch import ForwardBatch
 from palaver.engines.torch.devices import TensorLayout, TensorMemory
 from palaver.engines.torch.loader import quiet

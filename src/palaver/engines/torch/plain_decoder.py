@@ -19,7 +19,7 @@ from palaver.engines.compiled.weights import DecoderWeights, LayerWeights, NormW
 from palaver.engines.core.decoder_config import Frequencies
 from palaver.engines.core.runner import UnsupportedModel
 from palaver.engines.torch.attention import MaskRule
-from palaver.engines.torch.attention_kernels import AttentionParams, ScoreWorkspace, pair_bytes
+from palaver.engines.torch.attention_functions import AttentionParams, ScoreWorkspace, pair_bytes
 from palaver.engines.torch.batch import ForwardBatch
 from palaver.engines.torch.quantized_weights import QuantizedLinear
 

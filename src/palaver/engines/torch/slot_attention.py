@@ -1,4 +1,4 @@
-"""Attention of the next token of sequences whose slots may be anywhere, by the kernels of `step_kernels.py`: their
+"""Attention of the next token of sequences whose slots may be anywhere, by the kernels of `attention_kernels.py`: their
 addresses are in tables on the device, so that a captured pass serves any sequences."""
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from palaver.engines.core.runner import UnsupportedModel
-from palaver.engines.torch import step_kernels
+from palaver.engines.torch import attention_kernels, kernel_functions
 from palaver.engines.torch.attention import MaskRule
-from palaver.engines.torch.attention_kernels import AttentionParams
+from palaver.engines.torch.attention_functions import AttentionParams
 from palaver.engines.torch.batch import SequenceChunk
 from palaver.engines.torch.cuda_step import attention_programs, slot_address
 from palaver.engines.torch.device_changes import to_device
@@ -79,7 +79,7 @@ class SlotAttention:
         self._reserve_tiles(heads)
         *addresses, no_rotation = self._table
         tables = (*addresses, self.positions, no_rotation, self._cos, self._sin, self._gain, self._gain)
-        step_kernels._rotate_and_write[(rows, qkv.shape[1])](
+        attention_kernels._rotate_and_write[(rows, qkv.shape[1])](
             qkv,
             *tables,
             layer,
@@ -91,7 +91,7 @@ class SlotAttention:
             num_warps=1,
             enable_fp_fusion=False,
         )
-        step_kernels._attend[(rows * heads.kv_heads, programs := attention_programs(rows))](
+        attention_kernels._attend[(rows * heads.kv_heads, programs := attention_programs(rows))](
             qkv,
             *tables,
             self._tiles,
@@ -109,10 +109,10 @@ class SlotAttention:
             SOFTCAP=params.softcap is not None,
             STAGES=2,
             **heads.sizes,
-            **step_kernels.launch_options(False, num_warps=4),
+            **kernel_functions.launch_options(False, num_warps=4),
         )
         sizes = heads.sizes
-        step_kernels.join_tiles(
+        attention_kernels.join_tiles(
             self._tiles, self._sums, self.positions, params.sinks, out, rows, self._entries, None, sizes, pdl=False
         )
         return out
@@ -120,7 +120,7 @@ class SlotAttention:
     @property
     def _entries(self) -> int:
         """Tiles of the longest sequence."""
-        return -(-self._capacity // step_kernels.TILE)
+        return -(-self._capacity // attention_kernels.TILE)
 
     def _reserve_tiles(self, heads: HeadShape) -> None:
         """In the first pass after memory was dropped, which is not captured."""

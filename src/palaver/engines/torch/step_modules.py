@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from palaver.engines.core.kv_cache import SlotAllocator
 from palaver.engines.core.runner import UnsupportedModel
 from palaver.engines.torch.attention import MaskRule
-from palaver.engines.torch.attention_kernels import AttentionParams
+from palaver.engines.torch.attention_functions import AttentionParams
 from palaver.engines.torch.batch import build_batch, sequence_chunk
 from palaver.engines.torch.devices import TensorLayout
 from palaver.engines.torch.library_decoder import LibraryDecoder

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from palaver.engines.core.runner import UnsupportedModel
-from palaver.engines.torch import mxfp4, step_kernels
+from palaver.engines.torch import attention_kernels, kernel_functions, mxfp4
 from palaver.engines.torch.plain_decoder import DecoderLayer, Linear, LinearLayer, PlainDecoder
 from palaver.engines.torch.quantized_weights import BLOCK_OUTPUTS, Kind, PackedWeight, QuantizedLinear
 from palaver.engines.torch.tile_shapes import (
@@ -71,7 +71,7 @@ class TiledProjection:
         depth = 128 if inputs // split % 128 == 0 else 64
         tile = TILES.get((outputs, inputs), TileShape(ROWS, 64, depth, 4))
         vector = VECTORS.get((outputs, inputs)) or VectorShape(
-            4, min(2048, step_kernels.next_power(inputs)), 4, 264 if inputs <= 2048 else 0
+            4, min(2048, kernel_functions.next_power(inputs)), 4, 264 if inputs <= 2048 else 0
         )
         tiles = _prefill_tiles(outputs, inputs, split, gated)
         return cls(weight, linear.bias, outputs, inputs, split, tile, tiles, vector)
@@ -161,7 +161,7 @@ class ExpertProjection:
         depth = 128 if inputs % 128 == 0 else 64
         wide = outputs % 128 == 0 and not gated
         prefill = TileShape(64, 128, 64, 3, 8) if wide else TileShape(64, 64, 64, 3)
-        vector = VectorShape(4, min(1024, step_kernels.next_power(inputs)), 4)
+        vector = VectorShape(4, min(1024, kernel_functions.next_power(inputs)), 4)
         tile, exponents = TileShape(EXPERT_ROWS, 64, depth, 3), None
         narrow = _encode(weight, interleaved)
         if narrow is not None:
@@ -287,7 +287,7 @@ class HeadShape:
 
     @property
     def padded_group(self) -> int:
-        return step_kernels.next_power(self.group)
+        return kernel_functions.next_power(self.group)
 
     @property
     def prefill_queries(self) -> int:
@@ -302,7 +302,7 @@ class HeadShape:
             "G": self.group,
             "GP": self.padded_group,
             "D": self.size,
-            "T": step_kernels.TILE,
+            "T": attention_kernels.TILE,
         }
 
 
@@ -323,7 +323,7 @@ class StepModel:
     """Tables of cosines and sines, [positions, size / 2]."""
     embedding_scale: float = 1.0
     activation: str = "silu"
-    """As `step_kernels._activate` names it."""
+    """As `linear_kernels._activate` names it."""
     logit_softcap: float = 0.0
     """0: none."""
 

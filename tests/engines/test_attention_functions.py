@@ -8,7 +8,7 @@ from torch import Tensor
 
 from palaver.engines.core.kv_cache import SlotAllocator
 from palaver.engines.torch.attention import MaskRule
-from palaver.engines.torch.attention_kernels import (
+from palaver.engines.torch.attention_functions import (
     MAX_FAILURES,
     MIN_WORKSPACE_KEYS,
     AttentionParams,
