@@ -19,7 +19,7 @@ from palaver.errors import PalaverError
 from palaver.events import Event
 from palaver.messages import Audio, Image, PartBase, Role, Text, Thinking, ToolCall, ToolResult, Video
 from palaver.store import Blob
-from palaver.store.shares import Share
+from palaver.store.share_links import Share
 
 MAX_PARAMETERS = 200
 Parameters = Annotated[

@@ -12,10 +12,10 @@ import httpx
 import pytest
 from sqlalchemy import update
 
-from palaver.server.page.share_links import POLICY
+from palaver.server.page.shared_page import POLICY
 from palaver.server.settings import ServerSettings
 from palaver.store.schema import shares
-from palaver.store.shares import MAX_SHARES
+from palaver.store.share_links import MAX_SHARES
 from tests.server.live_server import LiveServer
 
 SECRET = "the operator's words"

@@ -20,7 +20,7 @@ from palaver.sampling import Sampling
 from palaver.store import Blob, Conversation, Cursor, Preset, SearchHit, StoredMessage, TreeNode
 from palaver.store.comparisons import Comparison, TallyRow
 from palaver.store.records import ConversationDefaults
-from palaver.store.shares import Share
+from palaver.store.share_links import Share
 from palaver.store.tool_rounds import ToolRound
 from palaver.store.tool_rules import ToolRule
 from palaver.tools.config import ServerConfig

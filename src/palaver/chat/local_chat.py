@@ -49,7 +49,7 @@ from palaver.store import (
 from palaver.store.comparisons import Comparison, TallyRow
 from palaver.store.encoding import store_media
 from palaver.store.records import ConversationDefaults
-from palaver.store.shares import Share
+from palaver.store.share_links import Share
 from palaver.store.tool_rounds import ToolRound
 from palaver.store.tool_rules import ToolRule
 from palaver.tools.config import ServerConfig

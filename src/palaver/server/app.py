@@ -37,7 +37,7 @@ from palaver.server.openai import routes as openai
 from palaver.server.openai.sampling_params import operator_parameters
 from palaver.server.openapi import install_openapi
 from palaver.server.page import routes as page
-from palaver.server.page import share_links
+from palaver.server.page import shared_page
 from palaver.server.remote_media import RemoteMedia
 from palaver.server.responses import conversations as openai_conversations
 from palaver.server.responses import routes as responses
@@ -129,7 +129,7 @@ def _all_routes() -> tuple[BaseRoute, ...]:
         *conversations.routers(),
         admin.router(),
         websocket.router(),
-        share_links.router(),
+        shared_page.router(),
         *page.routers(),
     )
     return tuple(route for router in routers for route in router.routes)

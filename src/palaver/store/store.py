@@ -19,7 +19,7 @@ from palaver.store.migrations import migrate
 from palaver.store.notifications import Notifications
 from palaver.store.replies import Replies
 from palaver.store.search import MessageSearch
-from palaver.store.shares import Shares
+from palaver.store.share_links import Shares
 from palaver.store.tool_rounds import ToolRounds
 from palaver.store.tool_rules import ToolRules
 from palaver.store.users import Defaults, Keys, Presets, RateLimits, Users

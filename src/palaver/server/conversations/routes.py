@@ -25,7 +25,7 @@ from palaver.store import Blob, Conversation, Cursor, NotFound, Preset, SearchHi
 from palaver.store.comparisons import Comparison, TallyRow
 from palaver.store.encoding import media_part
 from palaver.store.records import ConversationDefaults
-from palaver.store.shares import Share
+from palaver.store.share_links import Share
 from palaver.store.tool_rounds import ToolRound
 from palaver.store.tool_rules import ToolRule
 from palaver.tools.config import parse_server

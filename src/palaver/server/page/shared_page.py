@@ -22,7 +22,7 @@ from palaver.server.page.routes import HEADERS
 from palaver.server.sse import run_while_connected
 from palaver.server.state import ServerState, StateDep
 from palaver.store import Blob, Conversation, StoredMessage
-from palaver.store.shares import Share
+from palaver.store.share_links import Share
 
 PREFIX = "/share/"
 MAX_CHARACTERS = 2_000_000
