@@ -15,7 +15,7 @@ from palaver.constraints import Constraint, Grammar
 from palaver.engines.base import Engine
 from palaver.engines.grammars import GrammarCache, check_matcher
 from palaver.engines.grammars.compiler import GrammarCompiler, GrammarError
-from palaver.engines.grammars.trial import rejection_reason
+from palaver.engines.grammars.sandbox_child import rejection_reason
 from palaver.engines.host.frames import EngineSpec
 from palaver.engines.host.supervisor import HostedEngine
 from palaver.engines.torch import TorchEngine
@@ -114,7 +114,7 @@ async def test_a_large_grammar_is_followed_or_refused(engine: TorchEngine, name:
 async def test_a_rejection_is_cached(engine: TorchEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(BadParameter):
         await reply(engine, NESTED)
-    monkeypatch.setattr("palaver.engines.grammars.cache.GrammarSandbox.rejection_reason", None)
+    monkeypatch.setattr("palaver.engines.grammars.sandbox.GrammarSandbox.rejection_reason", None)
     with pytest.raises(BadParameter, match="too much time, memory or depth"):
         await reply(engine, NESTED)
 

@@ -1,4 +1,4 @@
-"""The sandbox's process: `python -m palaver.engines.grammars.trial FD`.
+"""The sandbox's process: `python -m palaver.engines.grammars.sandbox_child FD`.
 
 It imports the library and reads the vocabulary once. Each grammar is then compiled, and its first masks computed, in a
 fork that the kernel ends at its limits on time, memory and stack.
@@ -13,8 +13,8 @@ import time
 from typing import Any
 
 from palaver.constraints import Constraint
-from palaver.engines.grammars.cache import WALL_SECONDS, unpack_constraint
 from palaver.engines.grammars.compiler import CompiledGrammar, GrammarCompiler, GrammarError, first_line
+from palaver.engines.grammars.sandbox import WALL_SECONDS, unpack_constraint
 from palaver.processes import limit_fork, parent_connection, receive, send, serve_forks
 
 CPU_SECONDS = 2
