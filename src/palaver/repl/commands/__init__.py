@@ -7,6 +7,7 @@ from palaver.repl.commands import (
     compare,
     conversations,
     help,
+    import_export,
     model,
     parameters,
     thinking,
@@ -16,5 +17,6 @@ from palaver.repl.commands import (
 
 
 def table() -> CommandTable:
-    modules = (conversations, branches, compare, thinking, parameters, tools, attachments, voice, model, help)
+    files = (import_export, attachments)
+    modules = (conversations, branches, compare, thinking, parameters, tools, *files, voice, model, help)
     return CommandTable(module.commands for module in modules)
