@@ -1,6 +1,6 @@
 // Where words are in the text of elements, across the elements inside of them.
 
-import { patternOf } from './finder.svelte'
+import { patternOf } from '../state/find.svelte'
 
 const MOST = 2000
 
