@@ -10,6 +10,7 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Callable, Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,13 @@ from safetensors.torch import load_file, save_file
 
 from palaver.engines.compiled import build
 from palaver.engines.compiled.build import load_compiled_library
-from palaver.engines.compiled.decoder import MAX_ROWS, RowChunk, Rows
+from palaver.engines.compiled.decoder import MAX_ROWS, CompiledDecoder, CompiledRunner, RowChunk, Rows
 from palaver.engines.compiled.engine import load as load_alone
 from palaver.engines.compiled.engine import load_decoder
 from palaver.engines.core.decoder_config import read_decoder_config
 from palaver.engines.core.engine import LocalEngine
 from palaver.engines.core.kv_cache import HostArray, SlotAllocator
+from palaver.engines.core.runner import ThreadCounts
 from palaver.engines.torch import EngineOptions, SchedulerLimits, devices, load
 from palaver.engines.torch.devices import CPU, fit
 from palaver.engines.torch.engine import NO_COMPILER_HINT
@@ -102,16 +104,18 @@ def model(request: pytest.FixtureRequest) -> Any:
 
 
 @torch.inference_mode()
-def logits_by(model: Any, chunk_sizes: Sequence[Sequence[int]], threads: int) -> HostArray:
-    """The logits at the end of several texts in one batch, each computed in chunks of these sizes."""
-    decoder = compile_decoder(PlainDecoder.from_model(model, 512), load_compiled_library(), threads)
+def logits_by(model: Any, chunk_sizes: Sequence[Sequence[int]], *threads: int) -> HostArray:
+    """The logits at the end of several texts in one batch, each computed in chunks of these sizes: by so many threads,
+    in turn."""
+    decoder = compile_decoder(PlainDecoder.from_model(model, 512), load_compiled_library(), max(threads))
     allocator = SlotAllocator(decoder.layout, 1 << 24)
     slots = [allocator.allocate(TOKENS) for _ in chunk_sizes]
     at, out = [0] * len(chunk_sizes), np.zeros((len(chunk_sizes), tiny.SIZE), np.float32)
     for step in range(max(map(len, chunk_sizes))):
         here = [i for i, sizes in enumerate(chunk_sizes) if step < len(sizes)]
         chunks = [RowChunk(slots[i], at[i], text(i)[at[i] : at[i] + chunk_sizes[i][step]]) for i in here]
-        for i, row in zip(here, decoder.run(Rows(chunks, need_logits=True), threads), strict=True):
+        count = threads[step % len(threads)]
+        for i, row in zip(here, decoder.run(Rows(chunks, need_logits=True), count), strict=True):
             at[i] += chunk_sizes[i][step]
             out[i] = row
     return out
@@ -135,8 +139,89 @@ def test_bits_depend_on_the_text_alone(seed: int, model: Any) -> None:
     rng = random.Random(seed)
     lengths = [rng.randint(1, TOKENS) for _ in range(rng.randint(1, 9))]
     alone = [logits_by(model, [[]] * i + [[length]], 1)[i] for i, length in enumerate(lengths)]
-    together = logits_by(model, [random_chunks(rng, length) for length in lengths], rng.choice([1, 2, 3]))
+    threads = [rng.choice([1, 2, 3, 5]) for _ in range(4)]
+    together = logits_by(model, [random_chunks(rng, length) for length in lengths], *threads)
     assert all(np.array_equal(row, one) for row, one in zip(together, alone, strict=True))
+
+
+FORKED = """
+import os, sys
+from pathlib import Path
+from palaver.engines.compiled.build import load_compiled_library
+from palaver.engines.compiled.decoder import RowChunk, Rows
+from palaver.engines.compiled.engine import load_decoder, open_decoder
+from palaver.engines.core.kv_cache import SlotAllocator
+
+decoder = load_decoder(*open_decoder(Path(sys.argv[1])), load_compiled_library(), 4)
+rows = Rows([RowChunk(SlotAllocator(decoder.layout, 1 << 24).allocate(200), 0, range(200))], need_logits=True)
+expected = decoder.run(rows, 4).tobytes()
+child = os.fork()
+if not child:
+    same = decoder.run(rows, 4).tobytes() == expected
+    del decoder
+    os._exit(0 if same else 1)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+def test_a_pass_does_not_wait_for_threads_that_never_come(folder_of: Callable[[str], Path]) -> None:
+    """A fork of a process has one thread."""
+    subprocess.run([sys.executable, "-c", FORKED, str(folder_of("qwen3"))], check=True, timeout=60)
+
+
+class CountingDecoder:
+    """Notes the threads of each pass, by its number of rows."""
+
+    def __init__(self, decoder: CompiledDecoder) -> None:
+        self._decoder = decoder
+        self.passes: list[tuple[int, int]] = []
+
+    def run(self, rows: Rows, threads: int, memory: HostArray | None = None) -> HostArray:
+        self.passes.append((len(rows.array), threads))
+        return self._decoder.run(rows, threads, memory)
+
+
+class StubCores:
+    def __init__(self, *counts: int | None) -> None:
+        self._counts = cycle(counts)
+
+    def count(self) -> int | None:
+        return next(self._counts)
+
+
+def with_idle_cores(engine: LocalEngine, *counts: int | None) -> CountingDecoder:
+    """The engine of a small model on a machine with four cores, so many of them idle, in turn."""
+    runner = engine._runner
+    assert isinstance(runner, CompiledRunner)
+    decoder = CountingDecoder(runner._decoder)
+    runner._decoder, runner._idle_cores = decoder, StubCores(*counts)  # type: ignore[assignment]
+    runner._threads = ThreadCounts(1, 4)
+    return decoder
+
+
+@pytest.mark.parametrize(("idle", "threads"), [(0, 1), (1, 2), (3, 4), (7, 4), (None, 1)])
+async def test_prompts_get_idle_cores_and_single_tokens_do_not(
+    idle: int | None, threads: int, folder_of: Callable[[str], Path]
+) -> None:
+    engine = load_alone(folder_of("qwen3"), vocabulary=tiny.VOCABULARY, options=EngineOptions(speculate=False))
+    decoder = with_idle_cores(engine, idle)
+    await run(engine, Prompt(tuple(b"A prompt of some tokens.")), GREEDY)
+    await engine.close()
+    assert decoder.passes[0] == (24, threads)
+    assert set(decoder.passes[1:]) == {(1, 1)}
+
+
+async def test_threads_that_change_within_a_reply_change_no_token(folder_of: Callable[[str], Path]) -> None:
+    """With drafts, whose passes share the idle cores, too."""
+    sampling = Sampling(temperature=0.3, seed=3, max_tokens=80, banned_ids=(tiny.END,), logprobs=5)
+    prompt, replies = Prompt(tuple(b"abc abd abc abd abc abd abc")), []
+    for counts in ((0,), (3, 0, 1, None, 2)):
+        engine = load_alone(folder_of("qwen3"), vocabulary=tiny.VOCABULARY)
+        with_idle_cores(engine, *counts)
+        replies.append(await run(engine, prompt, sampling))
+        await engine.close()
+    assert replies[0].steps == replies[1].steps
 
 
 @torch.inference_mode()

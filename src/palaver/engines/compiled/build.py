@@ -21,12 +21,12 @@ from threading import Thread
 from palaver.errors import CantCompile
 
 SOURCE = Path(__file__).with_name("step.c")
-HEADERS = (Path(__file__).with_name("panels.h"), Path(__file__).with_name("vectors.h"))
+HEADERS = tuple(SOURCE.with_name(name) for name in ("panels.h", "threads.h", "vectors.h"))
 BUILD_SECONDS = 120
 CHECK_SECONDS = 60
-BASE_FLAGS = ("-O3", "-std=gnu11", "-ffp-contract=fast", "-shared", "-fPIC")
-FLAG_SETS = (("-march=native", "-fopenmp"), ("-mcpu=native", "-fopenmp"), ("-march=native",), ("-mcpu=native",), ())
-"""Tried in this order: not every compiler takes the same flag for its machine, or has OpenMP."""
+BASE_FLAGS = ("-O3", "-std=gnu11", "-ffp-contract=fast", "-shared", "-fPIC", "-pthread")
+FLAG_SETS = (("-march=native",), ("-mcpu=native",), ())
+"""Tried in this order: not every compiler takes the same flag for its machine."""
 NO_COMPILER = "no C compiler was found; install gcc or clang"
 _CHECK = "import ctypes, sys; sys.exit(ctypes.CDLL(sys.argv[1]).palaver_check())"
 

@@ -24,6 +24,7 @@ from palaver.engines.compiled.weights import (
     Projection,
     Weight,
 )
+from palaver.engines.core.cores import IdleCores
 from palaver.engines.core.decoder_config import Frequencies
 from palaver.engines.core.kv_cache import HostArray, HostMemory, KVLayout, Slot, SlotPool, aligned_zeros
 from palaver.engines.core.request import SequenceState
@@ -330,6 +331,7 @@ class CompiledRunner(SlotRunner[HostArray]):
             self.verify_drafts = self._verify_drafts
         self._decoder = decoder
         self._threads = threads
+        self._idle_cores = IdleCores()
         self._decode_rows: Rows | None = None
         """The rows of the last decode pass, which the next pass of the same sequences reuses."""
         self._draft_logits: HostArray | None = None
@@ -369,6 +371,16 @@ class CompiledRunner(SlotRunner[HostArray]):
 
     def _run_rows(self, rows: Rows, memory: HostArray | None = None) -> HostLogits:
         began = time.thread_time()
-        logits = self._decoder.run(rows, self._threads.for_pairs(len(rows.array) * rows.max_position), memory)
+        logits = self._decoder.run(rows, self._thread_count(rows), memory)
         self.forward_seconds += time.thread_time() - began
         return HostLogits(logits)
+
+    def _thread_count(self, rows: Rows) -> int:
+        """A pass of a small model with several rows gets all idle cores; a single row leaves them to the server and its
+        reader."""
+        counts = self._threads
+        if len(rows.array) > 1 and counts.small_pass < counts.large_pass:
+            idle = self._idle_cores.count()
+            if idle is not None:
+                return min(counts.large_pass, 1 + idle)
+        return counts.for_pairs(len(rows.array) * rows.max_position)

@@ -4,17 +4,14 @@
    on the other rows, the chunk size or the number of threads, because the order of every sum is fixed. Weights are
    stored in panels (panels.h), in the narrowest type that holds them without loss; all arithmetic is done in float. */
 
-#include <stdlib.h>
-#ifdef _OPENMP
-#include <omp.h>
-#endif
-
 #include "panels.h"
+#include "threads.h"
 
 #define QUERIES 8 /* queries of one KV head whose sums fit into registers */
 #define SPANS 8 /* spans of one sequence that share what is loaded of its keys and values */
 #define KEYS 128 /* keys scored before their values are added */
 #define FETCHED_KEYS 32 /* keys and values fetched ahead */
+#define TASK_FLOATS 16384 /* of rows that one task norms, embeds or stores: less is done sooner than shared */
 #ifdef __AVX512F__
 #define SCORED_KEYS 8 /* keys whose products with two queries fit into registers */
 #define TURNED_SIZE 64 /* of heads up to which keys are transposed: there adding up lanes takes most of the time */
@@ -67,22 +64,69 @@ typedef struct {
     model m;
     float *x, *normed, *qkv, *attended, *intermediate; /* [rows][...] */
     span *spans, *groups; /* groups: of spans */
-    float **scratch; /* of each thread: as in `work` */
+    float **scratch; /* of each thread */
+    team *team;
 } decoder;
 
+/* A product of rows: y = x * weights, or onto y, with `count` matrices side by side. */
+typedef struct {
+    const matrix *by;
+    int64_t count;
+    const float *x;
+    int64_t apart;
+    float *y;
+    int64_t y_apart;
+    int adds;
+} rows_product;
+
+/* A pass, and what its phase computes. */
 typedef struct {
     const decoder *d;
     const row *rows;
     const float *rotations; /* [position][head_dim / 2][2]: cosine and sine */
     float *logits;
-    int64_t count, groups, logit_rows, thread, threads;
-    float *queries, *blended, *scores, *turned; /* of the spans of a group: queries and weighted values so far */
-    float *tiles, *expanded;
+    int64_t count, groups, logit_rows, threads;
+    int64_t depth; /* of the layer */
+    const layer *l;
+    const norm *norm;
+    rows_product product;
 } work;
 
-/* matrices */
+/* The memory of a thread for one task. */
+typedef struct {
+    float *queries, *blended, *scores, *turned; /* of the spans of a group: queries and weighted values so far */
+    float *tiles, *expanded;
+} scratch;
 
-ALWAYS int64_t share_start(int64_t count, int64_t thread, int64_t threads) { return count * thread / threads; }
+/* The floats that attention needs in a thread. */
+static int64_t attention_floats(const model *m) {
+    return 2 * SPANS * QUERIES * m->head_dim + QUERIES * KEYS + KEYS * at_most(m->head_dim, TURNED_SIZE);
+}
+
+static scratch scratch_of(const decoder *d, int64_t thread) {
+    scratch s = {.queries = d->scratch[thread]};
+    s.blended = s.queries + SPANS * QUERIES * d->m.head_dim;
+    s.scores = s.blended + SPANS * QUERIES * d->m.head_dim;
+    s.turned = s.scores + QUERIES * KEYS;
+    s.tiles = s.queries + attention_floats(&d->m);
+    s.expanded = s.tiles + 2 * d->m.max_rows * PANEL;
+    return s;
+}
+
+/* Computes a phase of the pass, in all of its threads if there is more than one task. */
+static void share(const work *w, int64_t tasks, task_function *run) {
+    if (w->threads > 1 && tasks > 1 && tasks <= MAX_TASKS) run_phase(w->d->team, tasks, run, w);
+    else
+        for (int64_t task = 0; task < tasks; task++) run(w, task, 0);
+}
+
+/* Rows of so many floats each are divided into tasks. */
+ALWAYS int64_t rows_of_task(int64_t floats) { return floats < TASK_FLOATS ? TASK_FLOATS / floats : 1; }
+ALWAYS int64_t row_tasks(int64_t rows, int64_t floats) {
+    return (rows + rows_of_task(floats) - 1) / rows_of_task(floats);
+}
+
+/* matrices */
 
 /* Writes the sums of a panel and their bias to y, or adds them. */
 ALWAYS void finish(const matrix *by, int64_t panel, const float *tile, int adds, float *y) {
@@ -93,40 +137,45 @@ ALWAYS void finish(const matrix *by, int64_t panel, const float *tile, int adds,
     }
 }
 
-/* This thread's share of y = x * weights, or onto y, for so many rows and `count` matrices side by side. */
-static void multiply(const work *w, const matrix *by, int64_t count, int64_t rows, const float *x, int64_t apart,
-                     float *y, int64_t y_apart, int adds) {
+/* A task is a panel. */
+static void multiply_task(const void *context, int64_t panel, int64_t thread) {
+    const work *w = context;
+    const rows_product *p = &w->product;
+    const matrix *one = p->by;
+    scratch s = scratch_of(w->d, thread);
+    int64_t out = 0;
+    for (; panel >= panel_count(one->outputs); one++) panel -= panel_count(one->outputs), out += one->outputs;
+    multiply_panel(one, panel, w->count, p->x, p->apart, s.tiles, s.expanded);
+    for (int64_t r = 0; r < w->count; r++)
+        finish(one, panel, s.tiles + r * PANEL, p->adds, p->y + r * p->y_apart + out);
+}
+
+static void multiply(work *w, rows_product product) {
     int64_t panels = 0;
-    for (int64_t n = 0; n < count; n++) panels += panel_count(by[n].outputs);
-    int64_t stop = share_start(panels, w->thread + 1, w->threads);
-    for (int64_t task = share_start(panels, w->thread, w->threads); task < stop; task++) {
-        const matrix *one = by;
-        int64_t panel = task, out = 0;
-        for (; panel >= panel_count(one->outputs); one++) panel -= panel_count(one->outputs), out += one->outputs;
-        multiply_panel(one, panel, rows, x, apart, w->tiles, w->expanded);
-        for (int64_t r = 0; r < rows; r++) finish(one, panel, w->tiles + r * PANEL, adds, y + r * y_apart + out);
-    }
+    for (int64_t n = 0; n < product.count; n++) panels += panel_count(product.by[n].outputs);
+    w->product = product;
+    share(w, panels, multiply_task);
 }
 
 ALWAYS vec biased(const matrix *by, int64_t out, const float *sums) {
     return by->bias ? load(sums) + load(by->bias + out) : load(sums);
 }
 
-/* This thread's share of y = silu(x * gate) * (x * up). The rows of y have room for whole panels. */
-static void multiply_gated(const work *w, const matrix *gate, const matrix *up, int64_t rows, const float *x,
-                           int64_t apart, float *y, int64_t y_apart) {
-    int64_t panels = panel_count(gate->outputs), stop = share_start(panels, w->thread + 1, w->threads);
-    float *gates = w->tiles, *ups = gates + rows * PANEL;
-    for (int64_t panel = share_start(panels, w->thread, w->threads); panel < stop; panel++) {
-        multiply_panel(gate, panel, rows, x, apart, gates, w->expanded);
-        multiply_panel(up, panel, rows, x, apart, ups, w->expanded);
-        for (int64_t r = 0; r < rows; r++)
-            for (int64_t k = 0, out = panel * PANEL; k < PANEL; k += LANES) {
-                vec open = biased(gate, out + k, gates + r * PANEL + k);
-                vec through = biased(up, out + k, ups + r * PANEL + k);
-                store(y + r * y_apart + out + k, open / (1.0f + exponential(-open)) * through);
-            }
-    }
+/* A panel of y = silu(x * gate) * (x * up). The rows of y have room for whole panels. */
+static void gate_task(const void *context, int64_t panel, int64_t thread) {
+    const work *w = context;
+    const rows_product *p = &w->product;
+    const matrix *gate = &w->l->gate_proj, *up = &w->l->up_proj;
+    scratch s = scratch_of(w->d, thread);
+    float *gates = s.tiles, *ups = gates + w->count * PANEL;
+    multiply_panel(gate, panel, w->count, p->x, p->apart, gates, s.expanded);
+    multiply_panel(up, panel, w->count, p->x, p->apart, ups, s.expanded);
+    for (int64_t r = 0; r < w->count; r++)
+        for (int64_t k = 0, out = panel * PANEL; k < PANEL; k += LANES) {
+            vec open = biased(gate, out + k, gates + r * PANEL + k);
+            vec through = biased(up, out + k, ups + r * PANEL + k);
+            store(p->y + r * p->y_apart + out + k, open / (1.0f + exponential(-open)) * through);
+        }
 }
 
 /* norms and rotary embeddings */
@@ -138,28 +187,35 @@ static void norm_to(const norm *by, const float *x, int64_t size, float *y) {
     for (int64_t i = 0; i < size; i += LANES) store(y + i, load(x + i) * scale * load(by->weight + i));
 }
 
-/* The embeddings of this thread's share of the rows. */
-static void embed_rows(const work *w) {
-    int64_t hidden = w->d->m.hidden_size, stop = share_start(w->count, w->thread + 1, w->threads);
-    for (int64_t r = share_start(w->count, w->thread, w->threads); r < stop; r++) {
+static void embed_task(const void *context, int64_t task, int64_t thread) {
+    const work *w = context;
+    int64_t hidden = w->d->m.hidden_size, rows = rows_of_task(hidden), stop = at_most(w->count, (task + 1) * rows);
+    scratch s = scratch_of(w->d, thread);
+    for (int64_t r = task * rows; r < stop; r++) {
         if (w->rows[r].embedding) memcpy(w->d->x + r * hidden, w->rows[r].embedding, hidden * sizeof(float));
-        else read_output(&w->d->m.embedding, w->rows[r].token, w->d->x + r * hidden, w->expanded);
+        else read_output(&w->d->m.embedding, w->rows[r].token, w->d->x + r * hidden, s.expanded);
     }
 }
 
-/* This thread's share of the rows, normed. */
-static void norm_rows(const work *w, const norm *by) {
-    int64_t hidden = w->d->m.hidden_size, stop = share_start(w->count, w->thread + 1, w->threads);
-    for (int64_t r = share_start(w->count, w->thread, w->threads); r < stop; r++)
-        norm_to(by, w->d->x + r * hidden, hidden, w->d->normed + r * hidden);
+static void norm_task(const void *context, int64_t task, int64_t thread) {
+    const work *w = context;
+    int64_t hidden = w->d->m.hidden_size, rows = rows_of_task(hidden), stop = at_most(w->count, (task + 1) * rows);
+    (void)thread;
+    for (int64_t r = task * rows; r < stop; r++)
+        norm_to(w->norm, w->d->x + r * hidden, hidden, w->d->normed + r * hidden);
+}
+
+static void norm_rows(work *w, const norm *by) {
+    w->norm = by;
+    share(w, row_tasks(w->count, w->d->m.hidden_size), norm_task);
 }
 
 /* Rotates by the row's position; the two halves of a head come out interleaved. */
-static void rotate(const work *w, const layer *l, const float *x, int64_t head, int64_t r, float scale, float *y) {
+static void rotate(const work *w, const float *x, int64_t head, int64_t r, float scale, float *y) {
     int64_t size = w->d->m.head_dim, half = size / 2;
     float even[size] __attribute__((aligned(ALIGNMENT)));
-    if (l->qk_norm.weight) {
-        norm by = {l->qk_norm.weight + head * size, l->qk_norm.epsilon};
+    if (w->l->qk_norm.weight) {
+        norm by = {w->l->qk_norm.weight + head * size, w->l->qk_norm.epsilon};
         norm_to(&by, x, size, even);
         x = even;
     }
@@ -345,30 +401,30 @@ ALWAYS int64_t keys_seen(const attention *a) { return a->length + (a->count - 1)
 
 /* Attends to KEYS keys from number `from` on. `turned`: these keys, transposed, or NULL. `fetched`: up to which number
    keys and values are fetched ahead; 0 where another span has done so. */
-ALWAYS void attend_some(int count, const work *w, attention *to, const float *keys, const float *values, int64_t from,
-                        const float *turned, int64_t fetched) {
-    int64_t size = w->d->m.head_dim, end = at_most(keys_seen(to) - from, KEYS);
+ALWAYS void attend_some(int count, int64_t size, float *scores, attention *to, const float *keys, const float *values,
+                        int64_t from, const float *turned, int64_t fetched) {
+    int64_t end = at_most(keys_seen(to) - from, KEYS);
     float shrink[QUERIES];
     keys += from * size, values += from * size;
     for (int64_t t = 0; t < end; t += LANES) {
         if (TURNED_SIZE && turned) {
-            score_turned(count, to->queries, turned + t, size, w->scores + t);
+            score_turned(count, to->queries, turned + t, size, scores + t);
             continue;
         }
         if (from + t + FETCHED_KEYS < fetched) fetch(keys + (t + FETCHED_KEYS) * size, LANES * size * sizeof(float));
-        score(count, to->queries, keys + t * size, size, w->scores + t);
+        score(count, to->queries, keys + t * size, size, scores + t);
     }
     if (fetched) fetch(values, at_most(end, LANES) * size * sizeof(float));
     for (int g = 0; g < count; g++)
-        shrink[g] = weigh(w->scores + g * KEYS, to->length + g / to->group - from, end, to->so_far + g);
-    blend(count, w->scores, values, size, end, fetched - from, shrink, to->blended);
+        shrink[g] = weigh(scores + g * KEYS, to->length + g / to->group - from, end, to->so_far + g);
+    blend(count, scores, values, size, end, fetched - from, shrink, to->blended);
 }
 
-static void attend(const work *w, attention *to, const float *keys, const float *values, int64_t from,
+static void attend(int64_t size, float *scores, attention *to, const float *keys, const float *values, int64_t from,
                    const float *turned, int64_t fetched) {
 #define CASE(n) \
     case n: \
-        attend_some(n, w, to, keys, values, from, turned, fetched); \
+        attend_some(n, size, scores, to, keys, values, from, turned, fetched); \
         break;
     switch (to->count) {
         CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8)
@@ -376,8 +432,8 @@ static void attend(const work *w, attention *to, const float *keys, const float 
 #undef CASE
 }
 
-ALWAYS float *keys_of(const work *w, int64_t r, int64_t depth, int64_t head) {
-    return w->rows[r].slot + 2 * depth * w->rows[r].member_stride + head * w->rows[r].head_stride;
+ALWAYS float *keys_of(const work *w, int64_t r, int64_t head) {
+    return w->rows[r].slot + 2 * w->depth * w->rows[r].member_stride + head * w->rows[r].head_stride;
 }
 
 ALWAYS const float *qkv_of(const work *w, int64_t r, int64_t head) {
@@ -385,18 +441,20 @@ ALWAYS const float *qkv_of(const work *w, int64_t r, int64_t head) {
     return w->d->qkv + (r * (m->num_heads + 2 * m->num_kv_heads) + head) * m->head_dim;
 }
 
-/* Stores this thread's share of the rows' keys and values in their slots. */
-static void write_rows(const work *w, const layer *l, int64_t depth) {
+/* Stores the keys and values of some rows in their slots. */
+static void store_task(const void *context, int64_t task, int64_t thread) {
+    const work *w = context;
     const model *m = &w->d->m;
-    int64_t size = m->head_dim, tasks = w->count * m->num_kv_heads;
-    int64_t stop = share_start(tasks, w->thread + 1, w->threads);
-    for (int64_t task = share_start(tasks, w->thread, w->threads); task < stop; task++) {
-        int64_t r = task / m->num_kv_heads, head = task % m->num_kv_heads, position = w->rows[r].position;
-        float *key = keys_of(w, r, depth, head) + position * size, *value = key + w->rows[r].member_stride;
-        const float *new = qkv_of(w, r, m->num_heads + m->num_kv_heads + head);
-        rotate(w, l, qkv_of(w, r, m->num_heads + head), m->num_heads + head, r, 1.0f, key);
-        for (int64_t i = 0; i < size; i++) value[i] = new[i];
-    }
+    int64_t size = m->head_dim, rows = rows_of_task(2 * m->num_kv_heads * size);
+    int64_t stop = at_most(w->count, (task + 1) * rows);
+    (void)thread;
+    for (int64_t r = task * rows; r < stop; r++)
+        for (int64_t head = 0; head < m->num_kv_heads; head++) {
+            float *key = keys_of(w, r, head) + w->rows[r].position * size, *value = key + w->rows[r].member_stride;
+            const float *new = qkv_of(w, r, m->num_heads + m->num_kv_heads + head);
+            rotate(w, qkv_of(w, r, m->num_heads + head), m->num_heads + head, r, 1.0f, key);
+            for (int64_t i = 0; i < size; i++) value[i] = new[i];
+        }
 }
 
 static int needs_logits(const work *w, const span *at) {
@@ -406,12 +464,12 @@ static int needs_logits(const work *w, const span *at) {
 }
 
 /* The queries of a span that share a KV head, `count` of each row from `start` on. */
-static void begin(const work *w, const layer *l, const span *at, int64_t first, int64_t count, attention *to) {
+static void begin(const work *w, const span *at, int64_t first, int64_t count, attention *to) {
     int64_t size = w->d->m.head_dim;
     to->count = at->count * count, to->group = count, to->length = w->rows[at->first].position + 1;
     for (int64_t n = 0; n < at->count; n++)
         for (int64_t g = 0; g < count; g++)
-            rotate(w, l, qkv_of(w, at->first + n, first + g), first + g, at->first + n, w->d->m.scale,
+            rotate(w, qkv_of(w, at->first + n, first + g), first + g, at->first + n, w->d->m.scale,
                    to->queries + (n * count + g) * size);
     for (int64_t g = 0; g < to->count; g++) to->so_far[g] = (softmax){-INFINITY, 0};
     for (int64_t i = 0; i < to->count * size; i += LANES) store(to->blended + i, all(0));
@@ -429,44 +487,44 @@ static void finish_span(const work *w, const span *at, int64_t first, const atte
 }
 
 /* Attends for the spans of a group: block by block, so that all of them find keys and values in the nearest cache. */
-static void attend_group(const work *w, const layer *l, int64_t depth, const span *group, int64_t head, int64_t start,
+static void attend_group(const work *w, const scratch *s, const span *group, int64_t head, int64_t start,
                          int64_t count) {
     const model *m = &w->d->m;
     const span *spans = w->d->spans + group->first;
     int64_t size = m->head_dim, first = head * (m->num_heads / m->num_kv_heads) + start, longest = 0;
-    const float *keys = keys_of(w, spans->first, depth, head), *values = keys + w->rows[spans->first].member_stride;
+    const float *keys = keys_of(w, spans->first, head), *values = keys + w->rows[spans->first].member_stride;
+    int last = w->depth + 1 == m->num_layers; /* only what logits need is computed there */
     attention each[SPANS];
     int64_t used = 0;
     fetch(keys, at_most(w->rows[spans->first].position, FETCHED_KEYS) * size * sizeof(float));
-    for (int64_t s = 0; s < group->count; s++) {
-        if (depth + 1 == m->num_layers && !needs_logits(w, spans + s)) continue;
-        each[s].queries = w->queries + s * QUERIES * size, each[s].blended = w->blended + s * QUERIES * size;
-        begin(w, l, spans + s, first, count, each + s);
-        longest = keys_seen(each + s);
+    for (int64_t n = 0; n < group->count; n++) {
+        if (last && !needs_logits(w, spans + n)) continue;
+        each[n].queries = s->queries + n * QUERIES * size, each[n].blended = s->blended + n * QUERIES * size;
+        begin(w, spans + n, first, count, each + n);
+        longest = keys_seen(each + n);
         used++;
     }
-    float *turned = TURNED_SIZE && used > 1 && size <= TURNED_SIZE ? w->turned : NULL;
+    float *turned = TURNED_SIZE && used > 1 && size <= TURNED_SIZE ? s->turned : NULL;
     for (int64_t from = 0; from < longest; from += KEYS) {
         int64_t fetched = longest;
         if (TURNED_SIZE && turned) turn_keys(keys + from * size, size, at_most(longest - from, KEYS), turned);
-        for (int64_t s = 0; s < group->count; s++) {
-            if (depth + 1 == m->num_layers && !needs_logits(w, spans + s)) continue;
-            if (keys_seen(each + s) > from) attend(w, each + s, keys, values, from, turned, fetched);
+        for (int64_t n = 0; n < group->count; n++) {
+            if (last && !needs_logits(w, spans + n)) continue;
+            if (keys_seen(each + n) > from) attend(size, s->scores, each + n, keys, values, from, turned, fetched);
             fetched = 0;
         }
     }
-    for (int64_t s = 0; s < group->count; s++)
-        if (depth + 1 < m->num_layers || needs_logits(w, spans + s)) finish_span(w, spans + s, first, each + s);
+    for (int64_t n = 0; n < group->count; n++)
+        if (!last || needs_logits(w, spans + n)) finish_span(w, spans + n, first, each + n);
 }
 
-static void attend_rows(const work *w, const layer *l, int64_t depth) {
-    const model *m = &w->d->m;
-    int64_t heads = m->num_heads / m->num_kv_heads, tasks = w->groups * m->num_kv_heads;
-    int64_t stop = share_start(tasks, w->thread + 1, w->threads);
-    for (int64_t task = share_start(tasks, w->thread, w->threads); task < stop; task++)
-        for (int64_t start = 0; start < heads; start += QUERIES)
-            attend_group(w, l, depth, w->d->groups + task % w->groups, task / w->groups, start,
-                         at_most(heads - start, QUERIES));
+/* A task is a group of spans at a KV head. */
+static void attend_task(const void *context, int64_t task, int64_t thread) {
+    const work *w = context;
+    int64_t heads = w->d->m.num_heads / w->d->m.num_kv_heads;
+    scratch s = scratch_of(w->d, thread);
+    for (int64_t start = 0; start < heads; start += QUERIES)
+        attend_group(w, &s, w->d->groups + task % w->groups, task / w->groups, start, at_most(heads - start, QUERIES));
 }
 
 /* Moves the rows that need logits to the front: the others are finished. */
@@ -483,49 +541,35 @@ static void gather(const work *w) {
 
 /* the pass */
 
-#ifdef _OPENMP
-#define BARRIER _Pragma("omp barrier")
-#else
-#define BARRIER
-#endif
-
 /* The outputs of whole panels. */
 ALWAYS int64_t padded(int64_t outputs) { return panel_count(outputs) * PANEL; }
 
-static void pass(work w) {
-    const decoder *d = w.d;
+static void pass(work *w) {
+    const decoder *d = w->d;
     const model *m = &d->m;
     int64_t hidden = m->hidden_size, attended = m->num_heads * m->head_dim, inner = padded(m->intermediate_size);
     int64_t qkv = (m->num_heads + 2 * m->num_kv_heads) * m->head_dim;
-    embed_rows(&w); /* the same rows as in `norm_rows` */
-    for (int64_t depth = 0; depth < m->num_layers; depth++) {
-        const layer *l = m->layers + depth;
-        norm_rows(&w, &l->input_norm);
-        BARRIER
-        multiply(&w, l->qkv_proj, 3, w.count, d->normed, hidden, d->qkv, qkv, 0);
-        BARRIER
-        write_rows(&w, l, depth);
-        if (!w.logit_rows && depth + 1 == m->num_layers) return; /* the rest is needed for logits only */
-        BARRIER
-        attend_rows(&w, l, depth);
-        BARRIER
-        if (depth + 1 == m->num_layers && w.logit_rows < w.count) {
-            if (w.thread == 0) gather(&w);
-            w.count = w.logit_rows;
-            BARRIER
+    share(w, row_tasks(w->count, hidden), embed_task);
+    for (w->depth = 0; w->depth < m->num_layers; w->depth++) {
+        const layer *l = w->l = m->layers + w->depth;
+        int last = w->depth + 1 == m->num_layers;
+        norm_rows(w, &l->input_norm);
+        multiply(w, (rows_product){l->qkv_proj, 3, d->normed, hidden, d->qkv, qkv, 0});
+        share(w, row_tasks(w->count, 2 * m->num_kv_heads * m->head_dim), store_task);
+        if (last && !w->logit_rows) return; /* the rest is needed for logits only */
+        share(w, w->groups * m->num_kv_heads, attend_task);
+        if (last && w->logit_rows < w->count) {
+            gather(w);
+            w->count = w->logit_rows;
         }
-        multiply(&w, &l->o_proj, 1, w.count, d->attended, attended, d->x, hidden, 1);
-        BARRIER
-        norm_rows(&w, &l->post_attention_norm);
-        BARRIER
-        multiply_gated(&w, &l->gate_proj, &l->up_proj, w.count, d->normed, hidden, d->intermediate, inner);
-        BARRIER
-        multiply(&w, &l->down_proj, 1, w.count, d->intermediate, inner, d->x, hidden, 1);
-        BARRIER
+        multiply(w, (rows_product){&l->o_proj, 1, d->attended, attended, d->x, hidden, 1});
+        norm_rows(w, &l->post_attention_norm);
+        w->product = (rows_product){.x = d->normed, .apart = hidden, .y = d->intermediate, .y_apart = inner};
+        share(w, panel_count(l->gate_proj.outputs), gate_task);
+        multiply(w, (rows_product){&l->down_proj, 1, d->intermediate, inner, d->x, hidden, 1});
     }
-    norm_rows(&w, &m->norm);
-    BARRIER
-    multiply(&w, &m->lm_head, 1, w.count, d->normed, hidden, w.logits, m->lm_head.outputs, 0);
+    norm_rows(w, &m->norm);
+    multiply(w, (rows_product){&m->lm_head, 1, d->normed, hidden, w->logits, m->lm_head.outputs, 0});
 }
 
 /* Whether a row is the next token of the sequence of the row before it. */
@@ -552,39 +596,16 @@ static int64_t build_groups(const decoder *d, const row *rows, int64_t count) {
     return groups;
 }
 
-/* The floats that attention needs in a thread. */
-static int64_t attention_floats(const model *m) {
-    return 2 * SPANS * QUERIES * m->head_dim + QUERIES * KEYS + KEYS * at_most(m->head_dim, TURNED_SIZE);
-}
-
-static void run_thread(work w, int64_t thread, int64_t threads) {
-    w.thread = thread, w.threads = threads;
-    const model *m = &w.d->m;
-    w.queries = w.d->scratch[thread];
-    w.blended = w.queries + SPANS * QUERIES * m->head_dim;
-    w.scores = w.blended + SPANS * QUERIES * m->head_dim;
-    w.turned = w.scores + QUERIES * KEYS;
-    w.tiles = w.queries + attention_floats(m);
-    w.expanded = w.tiles + 2 * m->max_rows * PANEL;
-    pass(w);
-}
-
 /* Computes `count` rows; writes the logits of those that need them, [logit rows][outputs]. The rows of a sequence must
    come in order. */
 void palaver_step(const decoder *d, const row *rows, int64_t count, const float *rotations, float *logits,
                   int64_t threads) {
     work w = {.d = d, .rows = rows, .rotations = rotations, .logits = logits, .count = count};
+    w.threads = at_most(threads, d->m.max_threads);
     w.groups = build_groups(d, rows, count);
     for (int64_t r = 0; r < count; r++) w.logit_rows += rows[r].needs_logits;
-#ifdef _OPENMP
-    if (threads > 1) {
-#pragma omp parallel num_threads((int)(threads < d->m.max_threads ? threads : d->m.max_threads))
-        run_thread(w, omp_get_thread_num(), omp_get_num_threads());
-        return;
-    }
-#endif
-    (void)threads;
-    run_thread(w, 0, 1);
+    begin_pass(d->team, w.threads);
+    pass(&w);
 }
 
 static float *allocate_floats(int64_t count) {
@@ -594,6 +615,7 @@ static float *allocate_floats(int64_t count) {
 
 void palaver_free(decoder *d) {
     if (!d) return;
+    free_team(d->team);
     for (int64_t t = 0; d->scratch && t < d->m.max_threads; t++) free(d->scratch[t]);
     free(d->scratch), free(d->spans), free(d->groups);
     free(d->x), free(d->normed), free(d->qkv), free(d->attended), free(d->intermediate), free(d);
@@ -619,7 +641,8 @@ decoder *palaver_new(const model *m) {
         d->scratch[t] = allocate_floats(attention_floats(m) + tiles + SHALLOW * PANEL);
         complete = d->scratch[t] != NULL;
     }
-    if (complete) return d;
+    d->team = complete ? new_team(m->max_threads) : NULL;
+    if (d->team) return d;
     palaver_free(d);
     return NULL;
 }

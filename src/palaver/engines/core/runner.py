@@ -4,12 +4,12 @@
 
 from __future__ import annotations
 
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, Self, TypeAlias
 
+from palaver.engines.core.cores import usable_cores
 from palaver.engines.core.kv_cache import A, KVLayout, Slot
 from palaver.engines.core.prefix_cache import CacheStatistics, PrefixCache
 from palaver.engines.core.request import SequenceState
@@ -33,7 +33,7 @@ class ThreadCounts:
         """All cores for a big model; half of them for small passes of a small one, whose threads mostly wait."""
         if requested is not None:
             return cls(requested, requested)
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        cores = usable_cores()
         return cls(max(1, cores // 2) if small_model else cores, cores)
 
     def for_pairs(self, pairs: int) -> int:
