@@ -17,7 +17,7 @@ from palaver.engines.core.logits_changes import LogitsChanges, TokenCounts, Toke
 from palaver.engines.core.logits_processor import LogitsProcessor
 from palaver.engines.core.reply_state import ReplyState
 from palaver.engines.core.rng import uniform
-from palaver.engines.core.sampler import BLOCK, HostLogits, _Row
+from palaver.engines.core.sampler import BATCH_ROWS, BLOCK, HostLogits, _Row
 from palaver.engines.core.token_masks import BannedStrings, VocabularyIndex
 from palaver.engines.torch.device_changes import MANY_IDS, CountTable, DeviceChanges
 from palaver.engines.torch.device_sampler import DeviceSampler
@@ -136,13 +136,19 @@ def test_rows_that_are_sampled_together_have_the_bits_of_single_ones(
 
 
 def test_rows_ahead_are_sampled_for_replies_that_draw_freely() -> None:
-    logits = HostLogits(np.random.default_rng(0).normal(size=(4, SIZE)).astype(np.float32))
+    logits = HostLogits(np.random.default_rng(0).normal(size=(8, SIZE)).astype(np.float32))
     free = Sampling(temperature=0.6, top_k=20, top_p=0.95, logprobs=5)
     for sampling in (free, replace(free, logprobs=0), Sampling(), Sampling(temperature=0)):
-        assert None not in logits.sample_ahead(0, 4, processor(sampling))
-        assert len(logits.sample_ahead(1, 3, processor(sampling))) == 3
+        assert None not in logits.sample_ahead(0, 8, processor(sampling))
+        assert len(logits.sample_ahead(1, 7, processor(sampling))) == 7
     for sampling in (replace(free, repetition_penalty=1.1), replace(free, min_tokens=3), replace(free, typical_p=0.5)):
-        assert not logits.sample_ahead(0, 4, processor(sampling))
+        assert not logits.sample_ahead(0, 8, processor(sampling))
+
+
+def test_few_rows_ahead_are_sampled_one_by_one() -> None:
+    logits = HostLogits(np.random.default_rng(0).normal(size=(BATCH_ROWS, SIZE)).astype(np.float32))
+    assert not logits.sample_ahead(0, BATCH_ROWS, processor(Sampling(temperature=0.6, logprobs=5)))
+    assert len(logits.sample_ahead(0, BATCH_ROWS, processor(Sampling(temperature=0)))) == BATCH_ROWS
 
 
 def test_draws_follow_the_distribution() -> None:

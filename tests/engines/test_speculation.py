@@ -168,10 +168,25 @@ def test_a_pass_that_slows_the_next_one_costs_more() -> None:
         costs.record_plain(1, 0.010)
     for _ in range(3):
         costs.record_drafting(1, 3, 0.013)
-        assert costs.drafts(1, 15)[1] == (3, 3 * costs.extra(1, 3))
+        assert costs.drafts(1, 15)[1] == (3, 3 * costs.extra(1, 3), 0.0)
         costs.record_plain(1, 0.016)
     assert costs.extra(1, 3) == pytest.approx(0.1 + 0.6 / 3)
-    assert costs.drafts(1, 15)[1] == (3, 3 * costs.extra(1, 3))
+    assert costs.drafts(1, 15)[1] == (3, 3 * costs.extra(1, 3), 0.0)
+
+
+def test_tokens_that_are_dear_to_sample_gain_less() -> None:
+    costs, text = PassCosts(), list(b"0123456789abcdefghijklmnopqrstuvwxyz" * 2)
+    costs.record_plain(1, 0.010)
+    assert costs.sampling(1, 3) == 0
+    costs.record_drafting(1, 3, 0.013, 0)
+    assert costs.sampling(1, 3) == 0, "none was accepted"
+    costs.record_drafting(1, 3, 0.013, 3, 0.006)
+    assert costs.sampling(1, 3) == costs.sampling(1, 7) == pytest.approx(0.2)
+    assert costs.drafts(1, 15)[1] == (3, 3 * costs.extra(1, 3), costs.sampling(1, 3))
+    assert DraftLookup(text).propose(15, costs)
+    costs.record_drafting(1, 3, 0.013, 3, 0.036)
+    costs.record_drafting(1, 3, 0.013, 3, 0.036)
+    assert not DraftLookup(text).propose(15, costs), "each takes longer than a pass"
 
 
 def test_a_reply_that_has_lost_by_drafts_looks_for_none() -> None:
@@ -220,7 +235,7 @@ def test_a_reply_that_fails_at_first_and_then_repeats_gets_drafts() -> None:
 def free_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts wherever there is a match, however busy the machine is."""
     monkeypatch.setattr(PassCosts, "extra", lambda *_: 0.0)
-    monkeypatch.setattr(PassCosts, "record_drafting", lambda *_: 0.0)
+    monkeypatch.setattr(PassCosts, "record_drafting", lambda *_: None)
 
 
 @contextmanager

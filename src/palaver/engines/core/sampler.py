@@ -160,6 +160,8 @@ LOWEST = np.float32(-1e30)
 """In place of minus infinity, where its product with a weight of 0 must be 0."""
 SMALL_VOCABULARY = 1 << 14
 """Up to this size rows are computed together: the calls cost more than the numbers."""
+BATCH_ROWS = 4
+"""A batch of rows costs as much as so many single ones. Of a draft that fails most are sampled in vain."""
 NEGLIGIBLE = (1e-2, 1e-4, 1e-6)
 """Tokens this much less likely than the likeliest one are looked at only if the others don't decide."""
 
@@ -251,7 +253,7 @@ def sample_ahead(logits: Scores, processor: LogitsProcessor) -> Sequence[Step | 
     with np.errstate(invalid="ignore"):
         if not _needs_own_pass(processor):
             return _sample_greedy(logits, [processor] * len(logits))
-        if not _can_batch(processor):
+        if len(logits) <= BATCH_ROWS or not _can_batch(processor):
             return []
         return _sample_batch(logits, processor.sampling, [processor.uniform(ahead) for ahead in range(len(logits))])
 

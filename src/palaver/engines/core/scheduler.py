@@ -303,7 +303,6 @@ class Scheduler:
         if not any(drafts):
             return False
         began, drafted = self._now(), sum(map(len, drafts))
-        extra = self._pass_costs.extra(len(sequences), drafted)
         try:
             logits = verify(sequences, drafts)
         except Exception as error:
@@ -311,16 +310,17 @@ class Scheduler:
             return False
         first_rows = accumulate((1 + len(draft) for draft in drafts), initial=0)
         verified = [_Verified.of(*one, logits) for one in zip(sequences, drafts, first_rows, strict=False)]
-        accepted = 0
+        ended: list[tuple[_Verified, int]] = []
+        first_sampled, accepted = began, 0
         while verified:
             steps = _sample_verified(logits, verified, accepted)
-            if not accepted and self._runner.run_ahead is None:
-                extra = self._pass_costs.record_drafting(len(sequences), drafted, self._now() - began)
-            held = [self._accept(*one, accepted, extra) for one in zip(verified, steps, strict=True)]
+            if not accepted:
+                first_sampled = self._now()
+            held = [self._accept(*one, accepted) for one in zip(verified, steps, strict=True)]
+            ended += [(one, accepted) for one, holds in zip(verified, held, strict=True) if not holds]
             verified = [one for one, holds in zip(verified, held, strict=True) if holds]
             accepted += 1
-        if self._runner.run_ahead is not None:  # without drafts the device would not wait for anything of this step
-            self._pass_costs.record_drafting(len(sequences), drafted, self._now() - self._step_began)
+        self._record_drafts(ended, drafted, began, first_sampled)
         return True
 
     def _draft(self, sequence: SequenceState, most: int) -> Sequence[int]:
@@ -334,20 +334,32 @@ class Scheduler:
             sequence.drafts = DraftLookup(sequence.token_ids)
         return sequence.drafts
 
-    def _accept(self, verified: _Verified, step: SampledStep, accepted: int, extra: float) -> bool:
-        """Emits the token after so many accepted ones. Returns whether the draft holds it, too. `extra`: what each
-        draft token cost."""
+    def _accept(self, verified: _Verified, step: SampledStep, accepted: int) -> bool:
+        """Emits the token after so many accepted ones. Returns whether the draft holds it, too."""
         sequence, draft = verified.sequence, verified.draft
         self._emit(sequence, step)
         runs = self._running.get(sequence.generation) is sequence
         holds = runs and accepted < len(draft) and sequence.token_ids[-1] == draft[accepted]
         if holds:
             sequence.computed_tokens += 1
-        elif draft and sequence.drafts is not None:
-            sequence.drafts.record(len(draft), accepted, extra)
-            self.draft_tokens += len(draft)
-            self.accepted_tokens += accepted
         return holds
+
+    def _record_drafts(
+        self, ended: Sequence[tuple[_Verified, int]], drafted: int, began: float, first_sampled: float
+    ) -> None:
+        """Each sequence of a pass with the number of its tokens that were accepted. `first_sampled`: when the first
+        token of each was known."""
+        costs, now, accepted = self._pass_costs, self._now(), sum(count for _, count in ended)
+        if self._runner.run_ahead is None:
+            costs.record_drafting(len(ended), drafted, first_sampled - began, accepted, now - first_sampled)
+        else:  # without drafts the device would not wait for anything of this step
+            costs.record_drafting(len(ended), drafted, now - self._step_began)
+        extra, sampling = costs.extra(len(ended), drafted), costs.sampling(len(ended), drafted)
+        for verified, count in ended:
+            if verified.sequence.drafts is not None and verified.draft:
+                verified.sequence.drafts.record(len(verified.draft), count, extra, sampling)
+        self.draft_tokens += drafted
+        self.accepted_tokens += accepted
 
     def _decode_ahead(self, ahead: _AheadPass) -> bool:
         """Samples the next tokens of those sequences of a pass that still run. Returns whether there are any."""

@@ -54,7 +54,7 @@ dear is not measured otherwise."""
 
 class PassCosts:
     """The times of passes by what they compute, each with the sampling of its first tokens or, where passes run ahead
-    while the host samples, of all."""
+    while the host samples, of all. What further tokens take is known apart from that."""
 
     def __init__(self, waits_for_host: bool = False) -> None:
         """`waits_for_host`: only passes with drafts wait for the host, and what it takes differs from pass to pass. So
@@ -71,7 +71,7 @@ class PassCosts:
         """By the numbers of sequences and of draft tokens: the time of a pass with them over that of one without."""
         self._last_drafts: tuple[int, _Ratios] | None = None
         """Of the last pass on the host, if it had drafts: the number of its sequences, and what is known of such."""
-        self._drafts: dict[tuple[int, int], tuple[int, Sequence[tuple[int, float]]]] = {}
+        self._drafts: dict[tuple[int, int], tuple[int, Sequence[tuple[int, float, float]]]] = {}
         """What `drafts` returned, and up to which pass it holds."""
 
     def record_plain(self, sequences: int, seconds: float) -> None:
@@ -91,38 +91,53 @@ class PassCosts:
         """Whether there was a pass with one token of each sequence, which others are compared with."""
         return sequences in self._plain
 
-    def record_drafting(self, sequences: int, drafted: int, seconds: float) -> float:
-        """A pass with so many draft tokens. Returns what each of them costs, in tokens that come without drafts."""
+    def record_drafting(
+        self, sequences: int, drafted: int, seconds: float, accepted: int = 0, sampling: float = 0.0
+    ) -> None:
+        """A pass with so many draft tokens. `seconds`: to its first sampled tokens. `sampling`: further seconds, in
+        which the accepted ones were sampled."""
         ratios = self._ratios.setdefault(sequences, {}).setdefault(drafted, _Ratios(self._choose))
-        ratio = min(1.0 + drafted, seconds / min(self._plain.get(sequences, (seconds,))))
-        ratios.record(ratio, self._passes[sequences])
+        plain = min(self._plain.get(sequences, (seconds,)))
+        ratios.record(min(1.0 + drafted, seconds / plain), self._passes[sequences])
+        if accepted:
+            ratios.record_sampling(min(1.0, sequences * sampling / accepted / plain))
         if not self._waits_for_host:
             self._last_drafts = (sequences, ratios)
         self._drafts.clear()
-        return self.extra(sequences, drafted)
 
-    def drafts(self, sequences: int, max_tokens: int) -> Sequence[tuple[int, float]]:
-        """The lengths of drafts of each sequence up to `max_tokens`, the shortest first, with what each would cost."""
+    def drafts(self, sequences: int, max_tokens: int) -> Sequence[tuple[int, float, float]]:
+        """The lengths of drafts of each sequence up to `max_tokens`, the shortest first, with what each would cost, and
+        each token of it that is accepted."""
         passes, key = self._passes[sequences], (sequences, max_tokens)
         until, found = self._drafts.get(key, (-1, ()))
         if passes > until:
             sizes = [min(size, max_tokens) for size in DRAFT_LENGTHS]
-            found = [(size, size * self.extra(sequences, size * sequences)) for size in sizes]
+            found = [
+                (size, size * self.extra(sequences, size * sequences), self.sampling(sequences, size * sequences))
+                for size in sizes
+            ]
             self._drafts[key] = passes + RECENT_PASSES, found
         return found
 
     def extra(self, sequences: int, drafted: int) -> float:
-        """What each draft token is expected to cost: that of the pass of the nearest size. A pass that is smaller than
-        all known ones may be cheaper, so it is guessed and tried."""
-        ratios, now = self._ratios.get(sequences, {}), self._passes[sequences]
-        known = ratios.get(drafted)
-        if known is not None and known.is_recent(now):
-            return max(0.0, sequences * (known.typical - 1 + known.aftermath) / drafted)
-        sizes = [size for size, one in ratios.items() if one.is_recent(now)]
-        if not sizes:
+        """What each draft token is expected to cost, in tokens that come without drafts: that of the pass of the
+        nearest size. A pass that is smaller than all known ones may be cheaper, so it is guessed and tried."""
+        known = self._known(sequences)
+        if not known:
             return GUESSED_EXTRA
-        nearest = self.extra(sequences, min(sizes, key=lambda size: abs(size - drafted)))
-        return min(nearest, GUESSED_EXTRA) if drafted < min(sizes) else nearest
+        size = min(known, key=lambda size: abs(size - drafted))
+        nearest = max(0.0, sequences * (known[size].typical - 1 + known[size].aftermath) / size)
+        return min(nearest, GUESSED_EXTRA) if drafted < min(known) else nearest
+
+    def sampling(self, sequences: int, drafted: int) -> float:
+        """What each accepted token is expected to cost beside the pass: sampling it saves no time."""
+        known = self._known(sequences)
+        return known[min(known, key=lambda size: abs(size - drafted))].sampling if known else 0.0
+
+    def _known(self, sequences: int) -> dict[int, _Ratios]:
+        """What was measured recently, by the number of draft tokens."""
+        now = self._passes[sequences]
+        return {size: one for size, one in self._ratios.get(sequences, {}).items() if one.is_recent(now)}
 
 
 class _Ratios:
@@ -134,6 +149,9 @@ class _Ratios:
         self._next: deque[float] = deque(maxlen=RECENT_PASSES)
         self.aftermath = 0.0
         """By how much the next pass takes longer than others, in such passes: the cache holds less of the weights."""
+        self._accepted: deque[float] = deque(maxlen=RECENT_PASSES)
+        self.sampling = 0.0
+        """What an accepted token takes beside the pass, in passes without drafts."""
         self._last_pass = 0
         """How many passes without drafts there were at the last measurement."""
 
@@ -146,6 +164,10 @@ class _Ratios:
         """A pass without drafts came after one with them."""
         self._next.append(ratio - 1)
         self.aftermath = max(0.0, median(self._next))
+
+    def record_sampling(self, ratio: float) -> None:
+        self._accepted.append(ratio)
+        self.sampling = median(self._accepted)
 
     def is_recent(self, passes: int) -> bool:
         return passes - self._last_pass <= FORGOTTEN_AFTER * len(self._recent)
@@ -196,17 +218,16 @@ class DraftLookup:
         if len(ids) > self._resumable and (len(ids) < NGRAM or (ids[-2], ids[-1]) not in self._following):
             return ()
         place, self._match = self._find()
-        if not place:
-            return ()
-        length = self._best_length(max_tokens, costs, sequences)
+        length = self._best_length(max_tokens, costs, sequences) if place else 0
         if not length:
             return ()
         self._place, period = place, len(ids) - place
         return [ids[place + offset % period] for offset in range(length)]
 
-    def record(self, proposed: int, accepted: int, extra: float) -> None:
-        """Call after a draft was verified, which cost `extra` for each of its tokens."""
-        self._credit = min(MAX_CREDIT, self._credit + accepted - proposed * extra)
+    def record(self, proposed: int, accepted: int, extra: float, sampling: float = 0.0) -> None:
+        """Call after a draft was verified, which cost `extra` for each of its tokens, and `sampling` for each accepted
+        one."""
+        self._credit = min(MAX_CREDIT, self._credit + accepted * (1 - sampling) - proposed * extra)
         kind = self._kind
         for place in range(min(proposed, accepted + 1)):
             self._shares[kind] += SHARE_WEIGHT * ((place < accepted) - self._shares[kind])
@@ -227,10 +248,10 @@ class DraftLookup:
     def _best_length(self, max_tokens: int, costs: PassCosts, sequences: int) -> int:
         kind, best, length = self._kind, costs.least_gain, 0
         share = self._shares[kind]
-        for size, cost in costs.drafts(sequences, max_tokens):
+        for size, cost, sampling in costs.drafts(sequences, max_tokens):
             if cost * (1 - share) <= self._credit:
                 tokens = 1 + size if share == 1 else (1 - share ** (size + 1)) / (1 - share)
-                expected = tokens / (1 + cost)
+                expected = tokens / (1 + cost + sampling * (tokens - 1))
                 if expected > best:
                     best, length = expected, size
         if not length:
