@@ -9,7 +9,8 @@ exact in float64, so that their order doesn't matter.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 
 import triton
 import triton.language as tl
@@ -26,6 +27,8 @@ way together, since it has a register for each number."""
 ALIGNMENT = tl.constexpr(16)
 """Bytes of which addresses in the cache are multiples. Triton doesn't know it of addresses that are read from memory,
 and would load number by number."""
+ROTATED_HEADS = 8
+"""Heads of a row that a program rotates at once: a power of two."""
 NO_KEY = tl.constexpr(-1e30)
 FLUSH = tl.constexpr(2.0**-30)
 """Weights below this part of a tile's greatest one count as 0: sums of the others are exact in float64."""
@@ -271,37 +274,40 @@ def _rotate_and_write(
     H: tl.constexpr,
     KVH: tl.constexpr,
     D: tl.constexpr,
+    HEADS: tl.constexpr,
     NORM: tl.constexpr,
 ):
-    """Norms and rotates the queries of a prefill in place, and writes its keys and values to the cache. One program for
-    each row and head."""
+    """Norms and rotates the queries of a prefill in place, and writes its keys and values to the cache. Program
+    (row, j) takes the j-th HEADS heads, which are all of one kind."""
     HALF: tl.constexpr = D // 2
     dtype: tl.constexpr = qkv_ptr.dtype.element_ty
     row = tl.program_id(0)
-    head = tl.program_id(1)
+    first = tl.program_id(1) * HEADS
+    head = tl.arange(0, HEADS)[:, None]
     half = tl.arange(0, HALF)[None, :]
-    mine = qkv_ptr + (row.to(tl.int64) * (H + 2 * KVH) + head) * D
-    a = tl.load(mine + half)
-    b = tl.load(mine + HALF + half)
-    if head < H + KVH:
+    mine = qkv_ptr + (row.to(tl.int64) * (H + 2 * KVH) + first) * D + head * D + half
+    a = tl.load(mine)
+    b = tl.load(mine + HALF)
+    if first < H + KVH:
         rotary = tl.load(rotary_ptr + row).to(tl.int32)
-        gain_ptr = tl.where(head < H, query_gain_ptr, key_gain_ptr)
+        gain_ptr = tl.where(first < H, query_gain_ptr, key_gain_ptr)
         gain_a = tl.load(gain_ptr + half)
         gain_b = tl.load(gain_ptr + HALF + half)
         cos = tl.load(cos_ptr + rotary * HALF + half)
         sin = tl.load(sin_ptr + rotary * HALF + half)
         a, b = _norm_and_rotate(a, b, gain_a, gain_b, cos, sin, epsilon, D, NORM, dtype)
-    if head < H:
-        tl.store(mine + half, a)
-        tl.store(mine + HALF + half, b)
+    if first < H:
+        tl.store(mine, a)
+        tl.store(mine + HALF, b)
     else:
-        is_value = (head >= H + KVH).to(tl.int64)
-        kv_head = head - H - is_value * KVH
+        is_value = (first >= H + KVH).to(tl.int64)
+        kv_head = first - H - is_value * KVH + head
+        stride = tl.multiple_of(tl.load(head_ptr + row), ALIGNMENT)
         cache = tl.load(base_ptr + row).to(tl.pointer_type(dtype))
-        cache += (2 * layer + is_value) * tl.load(member_ptr + row) + kv_head * tl.load(head_ptr + row)
-        cache = tl.multiple_of(cache + tl.load(position_ptr + row) * D, ALIGNMENT)
-        tl.store(cache + half, a)
-        tl.store(cache + HALF + half, b)
+        cache += (2 * layer + is_value) * tl.load(member_ptr + row) + tl.load(position_ptr + row) * D
+        cache = tl.multiple_of(cache, ALIGNMENT) + kv_head * stride + half
+        tl.store(cache, a)
+        tl.store(cache + HALF, b)
 
 
 @triton.jit(do_not_specialize=["layer", "window"])
@@ -418,4 +424,38 @@ def join_tiles(
         COLUMNS=columns,
         **sizes,
         **launch_options(pdl, num_warps=1),
+    )
+
+
+def rotate_and_write(
+    qkv: Tensor,
+    addresses: Sequence[Tensor],
+    positions: Tensor,
+    rotary: tuple[Tensor, Tensor, Tensor],
+    gains: tuple[Tensor, Tensor],
+    layer: int,
+    epsilon: float,
+    sizes: Mapping[str, int],
+    norm: bool,
+) -> None:
+    """Norms and rotates queries in place, and writes keys and values to the cache. `addresses`: of each row's keys in
+    layer 0, and the distances between layers and heads there. `rotary`: positions, cosines and sines. `gains`: of the
+    norms of queries and keys. `sizes`: of heads, as the kernels name them."""
+    heads, kv_heads = sizes["H"], sizes["KVH"]
+    at_once = min(math.gcd(heads, kv_heads) & -math.gcd(heads, kv_heads), ROTATED_HEADS)
+    _rotate_and_write[(len(qkv), (heads + 2 * kv_heads) // at_once)](
+        qkv,
+        *addresses,
+        positions,
+        *rotary,
+        *gains,
+        layer,
+        epsilon,
+        H=heads,
+        KVH=kv_heads,
+        D=sizes["D"],
+        HEADS=at_once,
+        NORM=norm,
+        num_warps=max(1, at_once // 2),
+        enable_fp_fusion=False,
     )

@@ -1018,25 +1018,16 @@ class DecoderStep:
 
     def _rotate_and_write(self, layer: StepLayer, index: int, inputs: dict[str, Tensor], qkv: Tensor) -> None:
         heads, (cos, sin) = self._heads, self.model.rotary[layer.attention.rotary]
-        attention_kernels._rotate_and_write[(len(qkv), heads.heads + 2 * heads.kv_heads)](
+        attention_kernels.rotate_and_write(
             qkv,
-            inputs["base"],
-            inputs["member"],
-            inputs["head"],
+            [inputs[name] for name in ("base", "member", "head")],
             inputs["position"],
-            inputs["rotary"],
-            cos,
-            sin,
-            layer.query_gain,
-            layer.key_gain,
+            (inputs["rotary"], cos, sin),
+            (layer.query_gain, layer.key_gain),
             index,
             self.model.qk_epsilon,
-            H=heads.heads,
-            KVH=heads.kv_heads,
-            D=heads.size,
-            NORM=heads.norm,
-            num_warps=1,
-            enable_fp_fusion=False,
+            heads.sizes,
+            heads.norm,
         )
 
     def _attend_prefill(

@@ -79,17 +79,16 @@ class SlotAttention:
         self._reserve_tiles(heads)
         *addresses, no_rotation = self._table
         tables = (*addresses, self.positions, no_rotation, self._cos, self._sin, self._gain, self._gain)
-        attention_kernels._rotate_and_write[(rows, qkv.shape[1])](
+        attention_kernels.rotate_and_write(
             qkv,
-            *tables,
+            addresses,
+            self.positions,
+            (no_rotation, self._cos, self._sin),
+            (self._gain, self._gain),
             layer,
             0.0,
-            H=heads.heads,
-            KVH=heads.kv_heads,
-            D=heads.size,
-            NORM=False,
-            num_warps=1,
-            enable_fp_fusion=False,
+            heads.sizes,
+            norm=False,
         )
         attention_kernels._attend[(rows * heads.kv_heads, programs := attention_programs(rows))](
             qkv,
