@@ -20,6 +20,8 @@ from palaver.engines.core.generation import CloseCommand, Outbox, SubmitCommand
 from palaver.engines.torch.tile_cache import TileCache
 from palaver.engines.torch.tile_search import TileSearch, Timing
 from palaver.engines.torch.tile_shapes import (
+    FEW_ROWS,
+    FEW_TILES,
     MIXED_TILES,
     PACKED_ROWS,
     ROWS,
@@ -64,13 +66,13 @@ START = TileShape(ROWS, 64, 128, 4)
 
 def products(*sizes: tuple[int, int, int, bool], weights: str = "bfloat16") -> Iterator[ProductShape]:
     for size in sizes:
-        for rows in (0, *SEARCHED_ROWS):
+        for rows in (0, FEW_ROWS, *SEARCHED_ROWS):
             yield ProductShape(*size, weights, rows)
 
 
 def default_tile(product: ProductShape) -> TileShape:
     """As `TiledProjection.of` takes it for sizes that are in no table."""
-    if product.rows:
+    if product.has_prompts:
         return TileShape(128, 128, 64, 4, 8) if product.outputs % 128 == 0 else TileShape(128, 64, 64, 3)
     return TileShape(ROWS, 64, 128 if product.inputs // product.split % 128 == 0 else 64, 4)
 
@@ -91,9 +93,10 @@ def test_every_candidate_divides_the_product_and_fits_the_device(limits: DeviceL
             in_memory = tile.stages if limits.capability[0] in (9, 10) else max(1, tile.stages - 1)
             assert in_memory * lines * tile.depth * 2 <= limits.shared_memory
             assert tile.stages >= 1
-            assert tile.rows == ROWS if product.rows == 0 else tile.rows >= 64
-            assert tile.outputs >= 16 * tile.warps  # so that all products use one instruction
-            if product.rows or limits.capability < (9, 0):
+            assert tile.rows >= 64 if product.has_prompts else tile.rows in (ROWS, product.rows)
+            assert tile.has_blocks or tile.outputs >= 16 * tile.warps  # so that all products use one instruction
+            assert not tile.has_blocks or (product.split == 1 and product.has_prompts)
+            if product.has_prompts or limits.capability < (9, 0):
                 assert not tile.early
             if limits.name == "NVIDIA B200":
                 assert tile.distance <= 1
@@ -103,15 +106,19 @@ def test_a_product_has_a_handful_of_candidates() -> None:
     for product in products((6144, 4096, 1, False), (12288, 4096, 1, True), (4096, 12288, 2, False)):
         start = default_tile(product)
         first = candidates(product, start, H200)
-        assert 4 <= len(first) <= 12
+        assert 4 <= len(first) <= 16
         assert 1 <= len(refinements(product, first[0], H200)) <= 8
 
 
 def test_tuned_tiles_suit_the_device_they_were_tuned_on() -> None:
     for (outputs, inputs), tile in TILES.items():
         gated = (outputs, inputs) in ((12288, 4096), (3072, 1024))
-        product = ProductShape(outputs, inputs, 1, gated, "bfloat16")
+        split = 2 if outputs == 4096 and inputs >= 4096 else 1
+        product = ProductShape(outputs, inputs, split, gated, "bfloat16")
         assert product.allows(tile, H200)
+        few = FEW_TILES.get((outputs, inputs), tile)
+        assert product.with_rows(FEW_ROWS).allows(few, H200)
+        assert few.outputs == tile.outputs
         assert fit_tile(tile, product, H200) == tile
         assert product.is_tuned_for(H200)
         assert not any(product.is_tuned_for(limits) for limits in DEVICES[1:])
@@ -134,7 +141,7 @@ def test_a_tile_that_does_not_fit_loses_stages() -> None:
 def test_of_quantised_weights_only_the_stages_are_searched() -> None:
     start = TileShape(128, 64, 64, 3, 8)
     for product in products((4096, 4096, 1, False), weights="uint8 by 128"):
-        if product.rows and not product.is_unpacked:
+        if product.has_prompts and not product.is_unpacked:
             found = [*candidates(product, start, H200), *refinements(product, start, H200)]
             assert found
             assert {tile._replace(stages=0) for tile in found} == {start._replace(stages=0)}

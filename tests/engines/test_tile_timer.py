@@ -21,6 +21,8 @@ from palaver.engines.torch.cuda_step import DecoderStep  # noqa: E402
 from palaver.engines.torch.plain_decoder import PlainDecoder  # noqa: E402
 from palaver.engines.torch.step_weights import FeedForward, StepModel  # noqa: E402
 from palaver.engines.torch.tile_shapes import (  # noqa: E402
+    BLOCK_WEIGHTS,
+    FEW_ROWS,
     ROWS,
     SEARCHED_ROWS,
     DeviceLimits,
@@ -110,12 +112,15 @@ def test_tiles_are_replaced_everywhere_and_others_stay() -> None:
     same = with_tiles(model, lambda _, tile: tile)
     for before, after in zip(_projections(model), _projections(same), strict=True):
         assert after.tile == before.tile
+        assert after.few_tile == before.few_tile
         assert after.weight is before.weight
         for rows in (1, *SEARCHED_ROWS, 129, 300, 5000):
             assert after.prefill_tile(rows) == before.prefill_tile(rows)
     marked = with_tiles(model, lambda product, tile: tile._replace(stages=product.rows + 1))
     for projection in _projections(marked):
         assert projection.tile.stages == 1
+        assert projection.decode_tile(FEW_ROWS).stages == FEW_ROWS + 1
+        assert projection.decode_tile(FEW_ROWS + 1) == projection.tile
         for rows, taken in ((7, 128), (128, 128), (129, 256), (1024, 1024), (5000, 1024)):
             assert projection.prefill_tile(rows).stages == taken + 1
 
@@ -127,7 +132,7 @@ def _projections(model: StepModel) -> Iterator[Any]:
     yield model.head
 
 
-@pytest.mark.parametrize("rows", [0, 512] if ON_GPU else [0, 128])
+@pytest.mark.parametrize("rows", [0, FEW_ROWS, 256, 512] if ON_GPU else [0, FEW_ROWS, 128])
 def test_no_candidate_changes_a_bit(rows: int) -> None:
     model = build_model(*(1024, 3072, torch.bfloat16) if ON_GPU else (128, 1536, torch.float32))
     step = build_step(model)
@@ -136,14 +141,19 @@ def test_no_candidate_changes_a_bit(rows: int) -> None:
     timer = ProductTimer(step, products)
     with torch.inference_mode():
         for product in products:
-            if rows == 0 or product.prefills:
+            if rows <= FEW_ROWS or product.prefills:
                 _check_bits(timer, product.shape.with_rows(rows), product.projections[0])
 
 
 def _check_bits(timer: ProductTimer, product: ProductShape, projection: Any) -> None:
-    start = fit_tile(projection.prefill_tile(product.rows) if product.rows else projection.tile, product, limits())
+    start = (
+        projection.prefill_tile(product.rows) if product.has_prompts else projection.decode_tile(product.rows or ROWS)
+    )
+    start = fit_tile(start, product, limits())
     tiles = tiles_of(product, start)
     assert tiles
+    if product.has_prompts and product.split == 1 and product.outputs % BLOCK_WEIGHTS == 0:
+        assert any(tile.has_blocks for tile in tiles)
     timer.allocate(product)
     if ON_GPU:
         with ThreadPoolExecutor(8) as pool:

@@ -253,7 +253,8 @@ class DecoderStep:
         """Of the last step's logits and results."""
         self.lists = sampling_kernels.BlockLists(max_rows, model.head.outputs, self.device)
         """Of the last step's logits."""
-        most = max(p.outputs * p.split for layer in self.layers for p in layer.projections)
+        shared_sums = (p.outputs * p.split for layer in self.layers for p in layer.projections if p.split > 1)
+        most = max(shared_sums, default=64)
         row_tiles = -(-self._short_rows // ROWS)
         self._partials = torch.zeros(most * row_tiles * ROWS, device=self.device)
         self._counters = torch.zeros(most // 64 * row_tiles, dtype=torch.int32, device=self.device)
@@ -869,25 +870,46 @@ class DecoderStep:
         """`squares`: of x, which lacks a norm. `residual`: the gain of the norm after it, and where its input and the
         partial sums of squares go. `compile_only`: computes nothing."""
         rows = len(x) if rows is None else rows
-        tile = projection.prefill_tile(rows) if prefill else projection.tile
+        tile = projection.prefill_tile(rows) if prefill else projection.decode_tile(rows)
         parts = 0 if squares is None else squares.shape[1]
         gain, scaled, out_squares = (x, out, x) if residual is None else residual
-        parallel = projection.split > 1 and not prefill
-        programs = -(-rows // tile.rows) * (projection.outputs // tile.outputs) * (projection.split if parallel else 1)
+        split = 1 if prefill else projection.split
+        grid = (-(-rows // tile.rows) * (projection.outputs // tile.outputs) * split,)
         packed = projection.packed
         zeros = None if packed is None else packed.zeros
         unpacks = prefill and projection.unpacks(rows)
         if packed is not None and unpacks and not compile_only:
             self._unpack(packed)
-        kernel, grid = linear_kernels._linear, (programs,)
+        bias, sums = x if projection.bias is None else projection.bias, x if squares is None else squares
+        sizes: dict[str, Any] = {
+            "N": projection.outputs,
+            "K": projection.inputs,
+            "BM": tile.rows,
+            "BK": tile.depth,
+            "STAGES": tile.stages,
+            "NT": parts,
+            "NTP": kernel_functions.next_power(max(1, parts)),
+            "BIAS": projection.bias is not None,
+            "GLU": gated,
+            "ACTIVATION": self.model.activation,
+            "RESIDUAL": residual is not None,
+        }
+        if tile.has_blocks:
+            blocks = linear_kernels._linear_blocks
+            launch = partial(blocks.warmup, grid=grid) if compile_only else blocks[grid]
+            outputs = (gain, out, scaled, out_squares, rows, self.model.epsilon)
+            options = {"num_warps": tile.warps, "enable_fp_fusion": False}
+            launch(x, projection.weight, bias, sums, *outputs, **sizes, **options)
+            return
+        kernel = linear_kernels._linear
         launch = partial(kernel.warmup, grid=grid) if compile_only else kernel[grid]
         launch(
             x,
             self._unpacked if unpacks else projection.weight,
             x if packed is None else packed.scales,
             x if zeros is None else zeros,
-            x if projection.bias is None else projection.bias,
-            x if squares is None else squares,
+            bias,
+            sums,
             gain,
             out,
             scaled,
@@ -896,27 +918,17 @@ class DecoderStep:
             self._counters,
             rows,
             self.model.epsilon,
-            N=projection.outputs,
-            K=projection.inputs,
-            BM=tile.rows,
             BN=tile.outputs,
-            BK=tile.depth,
             SPLIT=projection.split,
-            PARALLEL=parallel,
-            STAGES=tile.stages,
-            NT=parts,
-            NTP=kernel_functions.next_power(max(1, parts)),
+            PARALLEL=split > 1,
             KIND="" if packed is None else "unpacked" if unpacks else packed.kind.value,
             GROUP=0 if packed is None or packed.group == packed.inputs else packed.group,
             ZEROS=zeros is not None and not unpacks,
             PERIOD=packed.period if packed is not None and unpacks else 0,
-            BIAS=projection.bias is not None,
-            GLU=gated,
-            ACTIVATION=self.model.activation,
             SOFTCAP=softcap,
-            RESIDUAL=residual is not None,
             DISTANCE=tile.distance,
             EARLY=tile.early,
+            **sizes,
             **kernel_functions.launch_options(self._pdl and not prefill, num_warps=tile.warps),
         )
 

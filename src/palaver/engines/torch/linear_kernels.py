@@ -512,12 +512,80 @@ def _linear(
         a *= tl.load(scales)[:, None]
         if GLU:
             b *= tl.load(scales + N)[:, None]
+    norm = _norm(squares_ptr, m, valid, epsilon, K, NT, NTP, NTP)
+    squares = _finish(
+        a,
+        b,
+        norm,
+        n,
+        m,
+        valid,
+        bias_ptr,
+        gain_ptr,
+        out_ptr,
+        scaled_ptr,
+        N,
+        NT > 0,
+        BIAS,
+        GLU,
+        ACTIVATION,
+        SOFTCAP,
+        RESIDUAL,
+    )
+    if RESIDUAL:
+        tl.store(out_squares_ptr + m * (N // BN) + tile, squares, mask=valid)
+
+
+@triton.jit
+def _norm(
+    squares_ptr,
+    m,
+    valid,
+    epsilon,
+    K: tl.constexpr,
+    NT: tl.constexpr,
+    NTP: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):
+    """The factors of rows whose sums of squares are in NT parts; NT = 0: 1. The parts are added in float64, AT_ONCE of
+    each row at a time."""
+    total = tl.zeros(m.shape, tl.float64)
     if NT > 0:
-        index = tl.arange(0, NTP)
+        index = tl.arange(0, AT_ONCE)
         squares = squares_ptr + m[:, None] * NT + index[None, :]
-        inside = valid[:, None] & (index < NT)[None, :]
-        mean = tl.sum(tl.load(squares, mask=inside, other=0.0), 1).to(tl.float32) / K
-        norm = tl.rsqrt(mean + epsilon)
+        if AT_ONCE == NTP:
+            inside = valid[:, None] & (index < NT)[None, :]
+            total = tl.sum(tl.load(squares, mask=inside, other=0.0), 1)
+        else:
+            for first in tl.range(0, NT, AT_ONCE, num_stages=1):
+                inside = valid[:, None] & (first + index < NT)[None, :]
+                total += tl.sum(tl.load(squares + first, mask=inside, other=0.0), 1)
+    return tl.rsqrt(total.to(tl.float32) / K + epsilon)
+
+
+@triton.jit
+def _finish(
+    a,
+    b,
+    norm,
+    n,
+    m,
+    valid,
+    bias_ptr,
+    gain_ptr,
+    out_ptr,
+    scaled_ptr,
+    N: tl.constexpr,
+    NORM: tl.constexpr,
+    BIAS: tl.constexpr,
+    GLU: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+):
+    """Writes the results of a tile, from its sums a and, with GLU, those of up in b. Returns the sums of the rows'
+    squares, which are 0 without RESIDUAL."""
+    if NORM:
         a *= norm[None, :]
         if GLU:
             b *= norm[None, :]
@@ -529,6 +597,7 @@ def _linear(
         a = _activate(a, b, ACTIVATION)
     a = _softcap(a, SOFTCAP)
     place = m[None, :].to(tl.int64) * N + n[:, None]
+    squares = tl.zeros(m.shape, tl.float64)
     if RESIDUAL:
         dtype: tl.constexpr = out_ptr.dtype.element_ty
         total = (a + tl.load(out_ptr + place, mask=valid[None, :], other=0.0).to(tl.float32)).to(dtype)
@@ -537,9 +606,136 @@ def _linear(
         gain = tl.load(gain_ptr + n).to(tl.float32)
         tl.store(scaled_ptr + place, (wide * gain[:, None]).to(dtype), mask=valid[None, :])
         squares = tl.sum(wide.to(tl.float64) * wide.to(tl.float64), 0)
-        tl.store(out_squares_ptr + m * (N // BN) + tile, squares, mask=valid)
     else:
         tl.store(out_ptr + place, a.to(out_ptr.dtype.element_ty), mask=valid[None, :])
+    return squares
+
+
+@triton.jit
+def _gate_and_up(a, BM: tl.constexpr):
+    """Both halves of a block of `_linear_blocks`. A thread has them both, so nothing moves."""
+    a = tl.permute(tl.reshape(a, [4, 2, 8, BM]), (0, 2, 3, 1))
+    gate, up = tl.split(a)
+    return tl.reshape(gate, [32, BM]), tl.reshape(up, [32, BM])
+
+
+@triton.jit
+def _finish_block(
+    a,
+    norm,
+    first,
+    m,
+    valid,
+    bias_ptr,
+    gain_ptr,
+    out_ptr,
+    scaled_ptr,
+    N: tl.constexpr,
+    BM: tl.constexpr,
+    NORM: tl.constexpr,
+    BIAS: tl.constexpr,
+    GLU: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+):
+    """`_finish` for the sums of a block of 64 weights, whose first output is `first`."""
+    b = a
+    if GLU:
+        a, b = _gate_and_up(a, BM)
+    n = first + tl.arange(0, 32 if GLU else 64)
+    return _finish(
+        a,
+        b,
+        norm,
+        n,
+        m,
+        valid,
+        bias_ptr,
+        gain_ptr,
+        out_ptr,
+        scaled_ptr,
+        N,
+        NORM,
+        BIAS,
+        GLU,
+        ACTIVATION,
+        0.0,
+        RESIDUAL,
+    )
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _linear_blocks(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    squares_ptr,
+    gain_ptr,
+    out_ptr,
+    scaled_ptr,
+    out_squares_ptr,
+    rows,
+    epsilon,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BM: tl.constexpr,
+    BK: tl.constexpr,
+    STAGES: tl.constexpr,
+    NT: tl.constexpr,
+    NTP: tl.constexpr,
+    BIAS: tl.constexpr,
+    GLU: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+):
+    """As `_linear`, with float weights and K in one part: a program computes three blocks of 64 weights, 192 in all.
+    That divides some products so that all processors have the same work, which no power of two does.
+
+    With GLU a block has 32 weights of gate and 32 of up, eight of each in turn (`_gate_and_up`).
+    """
+    pid = tl.program_id(0)
+    row_tiles = (rows + BM - 1) // BM
+    row_tile = pid % row_tiles
+    tile = pid // row_tiles
+    BLOCK: tl.constexpr = 32 if GLU else 64
+    m = row_tile * BM + tl.arange(0, BM)
+    valid = m < rows
+    k = tl.arange(0, BK)
+    line = tl.arange(0, 64)
+    if GLU:
+        line = line // 16 * 8 + line % 8 + line // 8 % 2 * N
+    first = tile * 3 * BLOCK
+    weights = weight_ptr + (first + line)[:, None].to(tl.int64) * K + k[None, :]
+    inputs = x_ptr + m[None, :].to(tl.int64) * K + k[:, None]
+    a = tl.zeros([64, BM], tl.float32)
+    b = a
+    c = a
+    for _ in tl.range(0, K // BK, num_stages=STAGES):
+        x = tl.load(inputs, mask=valid[None, :], other=0.0)
+        a = tl.dot(tl.load(weights), x, a, input_precision="ieee")
+        b = tl.dot(tl.load(weights + BLOCK * K), x, b, input_precision="ieee")
+        c = tl.dot(tl.load(weights + 2 * BLOCK * K), x, c, input_precision="ieee")
+        weights += BK
+        inputs += BK
+    if K == BK:
+        a = rounded(a)
+        b = rounded(b)
+        c = rounded(c)
+    norm = _norm(squares_ptr, m, valid, epsilon, K, NT, NTP, min(8, NTP))
+    NORM: tl.constexpr = NT > 0
+    squares = _finish_block(
+        a, norm, first, m, valid, bias_ptr, gain_ptr, out_ptr, scaled_ptr, N, BM, NORM, BIAS, GLU, ACTIVATION, RESIDUAL
+    )
+    first += BLOCK
+    squares += _finish_block(
+        b, norm, first, m, valid, bias_ptr, gain_ptr, out_ptr, scaled_ptr, N, BM, NORM, BIAS, GLU, ACTIVATION, RESIDUAL
+    )
+    first += BLOCK
+    squares += _finish_block(
+        c, norm, first, m, valid, bias_ptr, gain_ptr, out_ptr, scaled_ptr, N, BM, NORM, BIAS, GLU, ACTIVATION, RESIDUAL
+    )
+    if RESIDUAL:
+        tl.store(out_squares_ptr + m * (N // (3 * BLOCK)) + tile, squares, mask=valid)
 
 
 @triton.jit

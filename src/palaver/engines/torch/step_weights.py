@@ -15,6 +15,8 @@ from palaver.engines.torch import attention_kernels, kernel_functions, mxfp4
 from palaver.engines.torch.plain_decoder import DecoderLayer, Linear, LinearLayer, PlainDecoder
 from palaver.engines.torch.quantized_weights import BLOCK_OUTPUTS, Kind, PackedWeight, QuantizedLinear
 from palaver.engines.torch.tile_shapes import (
+    FEW_ROWS,
+    FEW_TILES,
     HEAD_SIZES,
     MIXED_TILES,
     PACKED_ROWS,
@@ -53,6 +55,8 @@ class TiledProjection:
     inputs: int
     split: int
     tile: TileShape
+    few_tile: TileShape
+    """Of decode steps with at most FEW_ROWS rows; for as many outputs as `tile`."""
     prefill_tiles: PrefillTiles
     vector: VectorShape
     packed: PackedWeight | None = None
@@ -74,7 +78,8 @@ class TiledProjection:
             4, min(2048, kernel_functions.next_power(inputs)), 4, 264 if inputs <= 2048 else 0
         )
         tiles = _prefill_tiles(outputs, inputs, split, gated)
-        return cls(weight, linear.bias, outputs, inputs, split, tile, tiles, vector)
+        few = FEW_TILES.get((outputs, inputs), tile)
+        return cls(weight, linear.bias, outputs, inputs, split, tile, few, tiles, vector)
 
     @classmethod
     def _of_packed(cls, packed: PackedWeight, bias: Tensor | None, gated: bool) -> TiledProjection:
@@ -90,12 +95,16 @@ class TiledProjection:
             tiles: PrefillTiles = ((0, scaled._replace(stages=scaled.stages - 1) if deep else scaled),)
         else:
             tiles = _prefill_tiles(outputs, inputs, split, gated)
-        tiles = ((PACKED_ROWS, prefill), *tiles)
-        return cls(packed.words, bias, outputs, inputs, split, tile, tiles, VectorShape(4, 64, 4), packed)
+        tiles = ((PACKED_ROWS, prefill), *(entry for entry in tiles if not entry[1].has_blocks))
+        return cls(packed.words, bias, outputs, inputs, split, tile, tile, tiles, VectorShape(4, 64, 4), packed)
 
     def unpacks(self, rows: int) -> bool:
         """Whether a pass over so many rows with prompts turns packed weights into floats first."""
         return self.packed is not None and rows > PACKED_ROWS
+
+    def decode_tile(self, rows: int) -> TileShape:
+        """For a decode step of so many rows."""
+        return self.few_tile if rows <= FEW_ROWS else self.tile
 
     def prefill_tile(self, rows: int) -> TileShape:
         """For a pass over so many rows with prompts."""

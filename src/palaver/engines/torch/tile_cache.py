@@ -67,7 +67,7 @@ class TileCache:
     def _path(self, product: ProductShape) -> Path:
         kind = f"{product.weights}{' unpacked' if product.is_unpacked else ''}{' gated' if product.gated else ''}"
         sizes = f"{product.outputs}x{product.inputs} in {product.split}"
-        rows = f"prefill {product.rows}" if product.rows else "decode"
+        rows = f"{'prefill' if product.has_prompts else 'decode'} {product.rows}" if product.rows else "decode"
         return self.folder / f"{_file_name(f'{kind} {sizes} {rows}')}.json"
 
 
@@ -83,7 +83,7 @@ def _file_name(text: str) -> str:
 
 def _parse_tile(stored: Any) -> TileShape:
     """Raises ValueError, TypeError or KeyError unless it is a tile of whole numbers."""
-    numbers = {name: stored[name] for name in TileShape._fields if name != "early"}
-    if not all(type(number) is int for number in numbers.values()) or type(stored["early"]) is not bool:
+    values = {name: stored[name] for name in TileShape._fields}
+    if any(type(value) is not (bool if name == "early" else int) for name, value in values.items()):
         raise ValueError("no tile")
-    return TileShape(**numbers, early=stored["early"])
+    return TileShape(**values)

@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 ROWS = 32
 """Rows of a tile in a decode step."""
+FEW_ROWS = 16
+"""Rows up to which a decode step may have tiles of so many."""
 HEAD_SIZES = (32, 64, 128, 256)
 """Those of attention that the kernels compute."""
 
@@ -26,6 +28,11 @@ class TileShape(NamedTuple):
     warps: int = 4
     distance: int = 0
     early: bool = False
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether a program computes three blocks of 64 weights."""
+        return self.outputs % 3 == 0
 
 
 class VectorShape(NamedTuple):
@@ -51,26 +58,46 @@ TILES: dict[tuple[int, int], TileShape] = {
     (151936, 1024): TileShape(ROWS, 64, 128, 3, 4, 1),
 }
 """By the numbers of outputs and inputs: what was quickest on an H200."""
+FEW_TILES: dict[tuple[int, int], TileShape] = {
+    (6144, 4096): TileShape(FEW_ROWS, 64, 128, 5, 4, 1),
+    (12288, 4096): TileShape(FEW_ROWS, 64, 64, 4, 4, 1),
+    (4096, 1024): TileShape(FEW_ROWS, 64, 128, 4, 4, 8),
+    (1024, 2048): TileShape(FEW_ROWS, 64, 128, 5, 4, 16),
+    (3072, 1024): TileShape(FEW_ROWS, 64, 64, 6, 4, 16),
+    (1024, 3072): TileShape(FEW_ROWS, 64, 128, 5, 4, 4),
+    (151936, 1024): TileShape(FEW_ROWS, 64, 64, 6),
+}
+"""The same for at most FEW_ROWS rows; other sizes have the tile of all decode steps."""
 MIXED_TILES: dict[tuple[int, int], tuple[tuple[int, TileShape], ...]] = {
     (6144, 4096): (
         (128, TileShape(64, 64, 64, 6)),
-        (256, TileShape(128, 128, 64, 4, 8)),
-        (512, TileShape(256, 128, 64, 4, 8)),
+        (256, TileShape(64, 192, 64, 6)),
+        (512, TileShape(128, 192, 64, 5, 8)),
+        (0, TileShape(256, 192, 64, 4, 8)),
+    ),
+    (4096, 4096): (
+        (128, TileShape(64, 64, 128, 5)),
+        (256, TileShape(64, 64, 64, 6)),
         (0, TileShape(128, 128, 64, 5, 8)),
     ),
-    (4096, 4096): ((256, TileShape(64, 64, 64, 5)), (0, TileShape(128, 128, 64, 5, 8))),
+    (12288, 4096): ((128, TileShape(128, 96, 64, 4, 8)), (0, TileShape(256, 96, 64, 4, 8))),
     (4096, 12288): (
-        (128, TileShape(64, 64, 128, 5)),
-        (256, TileShape(64, 64, 64, 5)),
+        (128, TileShape(64, 64, 128, 6)),
+        (256, TileShape(128, 64, 128, 4)),
         (0, TileShape(128, 128, 64, 5, 8)),
     ),
     (4096, 1024): (
         (128, TileShape(64, 64, 128, 4)),
-        (256, TileShape(64, 64, 64, 5)),
+        (256, TileShape(64, 128, 64, 4, 8)),
         (512, TileShape(128, 128, 64, 4, 8)),
     ),
     (1024, 2048): ((512, TileShape(64, 64, 128, 4)), (0, TileShape(64, 128, 64, 5, 8))),
-    (3072, 1024): ((128, TileShape(64, 64, 64, 6)), (256, TileShape(64, 128, 64, 4, 8))),
+    (3072, 1024): (
+        (128, TileShape(64, 64, 64, 6)),
+        (256, TileShape(64, 96, 64, 5)),
+        (512, TileShape(128, 96, 64, 4, 8)),
+        (0, TileShape(256, 96, 64, 3, 8)),
+    ),
     (1024, 3072): ((512, TileShape(64, 64, 128, 4)), (0, TileShape(64, 128, 64, 5, 8))),
 }
 """The same for passes with prompts: up to how many rows each; 0: for all."""
@@ -105,6 +132,8 @@ PLAIN_WEIGHTS = ("bfloat16", "float16", "float32")
 DEPTH_STAGES = {64: (4, 6), 128: (3, 4, 5), 256: (3,)}
 """Stages that are tried in a decode step, by the depth of a tile."""
 DISTANCES = (1, 4, 8, 16)
+BLOCK_WEIGHTS = 192
+"""Weights of a program that computes blocks: three of 64."""
 PREFILL_TILES = (
     TileShape(64, 64, 64, 5),
     TileShape(64, 64, 128, 4),
@@ -116,12 +145,19 @@ PREFILL_TILES = (
     TileShape(128, 256, 64, 3, 8),
     TileShape(256, 128, 64, 3, 8),
 )
-MANY_ROWS = 512
+BLOCK_TILES = [
+    TileShape(64, BLOCK_WEIGHTS, 64, 6),
+    TileShape(128, BLOCK_WEIGHTS, 64, 4, 8),
+    TileShape(256, BLOCK_WEIGHTS, 64, 3, 8),
+]
+MANY_ROWS = 256
 """Rows of a pass from which tiles of more than 128 rows are tried."""
 MAX_STAGES = 6
 MIN_STAGES = 2
 MAX_ACCUMULATORS = 128
 """Registers of a thread that hold sums."""
+MAX_BLOCK_ACCUMULATORS = 192
+"""The same where a program computes blocks: their sums are finished one after the other."""
 RESERVED_SHARED = 1024
 """Bytes of shared memory that barriers may take beside the tiles."""
 
@@ -164,9 +200,14 @@ class ProductShape:
     weights: str
     """Their dtype, and how many of them share a scale if they are quantised."""
     rows: int = 0
-    """Of a pass with prompts; 0: a decode step."""
+    """Of a pass with prompts; FEW_ROWS: of a decode step of at most so many; 0: of any decode step."""
     period: int = 0
     """After how many inputs sums are multiplied by a scale; 0: after all, or never."""
+
+    @property
+    def has_prompts(self) -> bool:
+        """Whether it belongs to a pass with prompts."""
+        return self.rows > FEW_ROWS
 
     @property
     def is_plain(self) -> bool:
@@ -209,22 +250,26 @@ class ProductShape:
 
         Eight warps need 128 outputs: each group of four multiplies 64 of them, by the same instruction for all tiles.
         """
-        prefill = self.rows > 0
+        prefill = self.has_prompts
         sums = (2 if self.gated else 1) * (2 if self.is_unpacked and self.period else 1)
         accumulators = tile.rows * tile.outputs * sums // (32 * max(1, tile.warps))
         return (
-            (tile.rows in (64, 128, 256) if prefill else tile.rows == ROWS)
-            and tile.outputs in (64, 128, 256)
+            tile.rows in ((64, 128, 256) if prefill else (ROWS, self.rows or ROWS))
+            and (self._allows_blocks(tile) if tile.has_blocks else tile.outputs in (64, 128, 256))
             and self.outputs % tile.outputs == 0
             and (tile.depth in DEPTH_STAGES or not self.reads_floats)
             and self.inputs // self.split % self._step(tile) == 0
             and 1 <= tile.stages <= MAX_STAGES
             and self.shared_memory(tile, limits) <= limits.shared_memory
-            and (tile.warps == 4 or (tile.warps == 8 and (tile.outputs >= 128 or not self.reads_floats)))
-            and accumulators <= MAX_ACCUMULATORS
+            and (tile.warps == 4 or (tile.warps == 8 and (tile.outputs > 64 or not self.reads_floats)))
+            and accumulators <= (MAX_BLOCK_ACCUMULATORS if tile.has_blocks else MAX_ACCUMULATORS)
             and 0 <= tile.distance <= (0 if prefill else limits.max_distance)
             and not (tile.early and (prefill or not limits.has_dependent_launch))
         )
+
+    def _allows_blocks(self, tile: TileShape) -> bool:
+        weights = tile.outputs * (2 if self.gated else 1)
+        return self.has_prompts and self.is_plain and self.split == 1 and weights == BLOCK_WEIGHTS
 
 
 def fit_tile(tile: TileShape, product: ProductShape, limits: DeviceLimits) -> TileShape:
@@ -232,7 +277,7 @@ def fit_tile(tile: TileShape, product: ProductShape, limits: DeviceLimits) -> Ti
     tile = tile._replace(
         distance=min(tile.distance, limits.max_distance), early=tile.early and limits.has_dependent_launch
     )
-    small = TileShape(64 if product.rows else ROWS, 64, 64, 4)
+    small = TileShape(64 if product.has_prompts else ROWS, 64, 64, 4)
     for shape in (tile, small) if product.reads_floats else (tile,):
         for stages in range(shape.stages, 0, -1):
             fitting = shape._replace(stages=stages)
@@ -245,7 +290,7 @@ def candidates(product: ProductShape, start: TileShape, limits: DeviceLimits) ->
     """The shapes that a search tries first, besides the one it starts from."""
     if not product.reads_floats:
         found: Iterable[TileShape] = (start._replace(stages=stages) for stages in range(MIN_STAGES, MAX_STAGES + 1))
-    elif product.rows:
+    elif product.has_prompts:
         found = _prefill_tiles(product, limits)
     else:
         found = _decode_tiles(product, limits)
@@ -255,7 +300,7 @@ def candidates(product: ProductShape, start: TileShape, limits: DeviceLimits) ->
 def refinements(product: ProductShape, best: TileShape, limits: DeviceLimits) -> list[TileShape]:
     """What a search tries next, from the quickest shape so far."""
     found = [best._replace(stages=best.stages + more) for more in (-1, 1)]
-    if product.is_plain and not product.rows:
+    if product.is_plain and not product.has_prompts:
         found += [best._replace(distance=distance) for distance in DISTANCES]
         found += [best._replace(distance=1, early=True), best._replace(early=True)]
     return _distinct(found, product, best, limits)
@@ -266,11 +311,12 @@ def _decode_tiles(product: ProductShape, limits: DeviceLimits) -> Iterator[TileS
     for outputs in (64, 128) if wide else (64,):
         for depth, counts in DEPTH_STAGES.items():
             for stages in counts:
-                yield TileShape(ROWS, outputs, depth, stages)
+                yield TileShape(product.rows or ROWS, outputs, depth, stages)
 
 
 def _prefill_tiles(product: ProductShape, limits: DeviceLimits) -> Iterator[TileShape]:
-    for tile in PREFILL_TILES:
+    blocks = [tile._replace(outputs=tile.outputs // 2) for tile in BLOCK_TILES] if product.gated else BLOCK_TILES
+    for tile in (*PREFILL_TILES, *blocks):
         if product.is_unpacked and product.period:
             yield from (tile._replace(stages=stages) for stages in SCALED_STAGES)
         elif tile.rows <= 128 or product.rows >= MANY_ROWS:

@@ -17,7 +17,15 @@ from palaver.engines.torch.forward_probe import KERNELS_VERSION
 from palaver.engines.torch.step_weights import Experts, FeedForward, StepLayer, StepModel, TiledProjection
 from palaver.engines.torch.tile_cache import TileCache
 from palaver.engines.torch.tile_search import SEARCH_S, TileSearch, Timing
-from palaver.engines.torch.tile_shapes import ROWS, SEARCHED_ROWS, DeviceLimits, ProductShape, TileShape, fit_tile
+from palaver.engines.torch.tile_shapes import (
+    FEW_ROWS,
+    ROWS,
+    SEARCHED_ROWS,
+    DeviceLimits,
+    ProductShape,
+    TileShape,
+    fit_tile,
+)
 
 SERIES_S = 0.001
 """How long the products of one measurement take together, if there are so many: at least one."""
@@ -98,7 +106,10 @@ def with_tiles(model: StepModel, choose: Callable[[ProductShape, TileShape], Til
         shape = product_shape(projection, gated)
         tiles = [(rows, choose(shape.with_rows(rows), projection.prefill_tile(rows))) for rows in SEARCHED_ROWS]
         tiles[-1] = (0, tiles[-1][1])  # for longer passes, too
-        return replace(projection, tile=choose(shape, projection.tile), prefill_tiles=tuple(tiles))
+        tile = choose(shape, projection.tile)
+        few = choose(shape.with_rows(FEW_ROWS), projection.few_tile)
+        few = few if few.outputs == tile.outputs else tile
+        return replace(projection, tile=tile, few_tile=few, prefill_tiles=tuple(tiles))
 
     def change_feed_forward(feed_forward: FeedForward | Experts) -> FeedForward | Experts:
         if isinstance(feed_forward, Experts):
@@ -139,16 +150,16 @@ def search_tiles(
     products = list_products(step.model)
     left = [
         (shape, _tile(product.projections[0], shape))
-        for rows in (0, *SEARCHED_ROWS)
+        for rows in (0, FEW_ROWS, *SEARCHED_ROWS)
         for product in products
         for shape in (product.shape.with_rows(rows),)
-        if (product.prefills or not rows) and not is_known(shape)
+        if (product.prefills or not shape.has_prompts) and not is_known(shape)
     ]
     return TileSearch(left, ProductTimer(step, products), cache, limits, seconds, compilers)
 
 
 def _tile(projection: TiledProjection, shape: ProductShape) -> TileShape:
-    return projection.prefill_tile(shape.rows) if shape.rows else projection.tile
+    return projection.prefill_tile(shape.rows) if shape.has_prompts else projection.decode_tile(shape.rows or ROWS)
 
 
 class ProductBuffers:
@@ -252,9 +263,9 @@ class ProductTimer:
     def _launch(self, product: ProductShape, tile: TileShape, layer: int = 0, compile_only: bool = False) -> None:
         known, buffers = self._products[product.with_rows(0)], self._buffers
         assert buffers is not None, "nothing was allocated"
-        prefill = product.rows > 0
-        projection = known.projections[layer]
-        projection = replace(projection, prefill_tiles=((0, tile),)) if prefill else replace(projection, tile=tile)
+        prefill = product.has_prompts
+        tiles = {"prefill_tiles": ((0, tile),)} if prefill else {"few_tile" if product.rows else "tile": tile}
+        projection = replace(known.projections[layer], **tiles)
         self._step._linear(
             projection,
             buffers.x,
