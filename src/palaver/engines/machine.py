@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import sys
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
 ACCELERATOR_FILES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg", "/dev/kfd", "/dev/nvhost-gpu")
 """Devices of NVIDIA's and AMD's drivers, and of Windows in a Linux subsystem."""
+CONTROL_GROUPS, MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def has_accelerator() -> bool:
@@ -28,3 +31,28 @@ def has_gpu_memory() -> bool:
 def has_llamacpp() -> bool:
     """Whether llama.cpp's library is installed."""
     return find_spec("xllamacpp") is not None
+
+
+def usable_cores() -> int:
+    """Cores by the affinity of the process and the limits of its control groups."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    limit = _group_limit()
+    return cores if limit is None else max(1, min(cores, int(limit)))
+
+
+def _group_limit() -> float | None:
+    """Cores by the limits of the control group (cgroup v2) and those above it; None if there is no limit."""
+    try:
+        paths = [line.partition("::")[2] for line in MEMBERSHIP.read_text("utf-8").splitlines() if "::" in line]
+    except (OSError, ValueError):
+        return None
+    limits = []
+    for path in paths:
+        group = CONTROL_GROUPS / path.strip("/")
+        for folder in (group, *group.parents):
+            with suppress(OSError, ValueError):  # "max", or no file at the root
+                quota, period = (folder / "cpu.max").read_text("utf-8").split()
+                limits.append(int(quota) / int(period))
+            if folder == CONTROL_GROUPS:
+                break
+    return min(limits, default=None)

@@ -4,11 +4,15 @@ nothing else. Keys and values are numpy arrays."""
 from __future__ import annotations
 
 import ctypes
+import os
 import time
+import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from ctypes import POINTER, Structure, c_float, c_int64, c_void_p
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,12 +28,12 @@ from palaver.engines.compiled.weights import (
     Projection,
     Weight,
 )
-from palaver.engines.core.cores import IdleCores
 from palaver.engines.core.decoder_config import Frequencies
 from palaver.engines.core.kv_cache import HostArray, HostMemory, KVLayout, Slot, SlotPool, aligned_zeros
 from palaver.engines.core.request import SequenceState
 from palaver.engines.core.runner import SlotRunner, ThreadCounts, UnsupportedModel
 from palaver.engines.core.sampler import HostLogits
+from palaver.engines.machine import usable_cores
 
 LANES = 16
 PANEL = 64
@@ -44,6 +48,8 @@ _DTYPES = {name: number for number, name in enumerate((*FLOAT_ARRAYS, *QUANTISED
 QKV_PARTS = 3
 PACKED_OUTPUTS = 16 * PANEL
 """Outputs of a matrix that one call packs."""
+LOAD = Path("/proc/loadavg")
+"""In which Linux says how many tasks it wants to run."""
 
 
 class RotaryTable:
@@ -313,6 +319,32 @@ class WeightPacker:
         for _ in self._pool.map(pack, range(0, outputs, PACKED_OUTPUTS)):
             pass
         return packed
+
+
+class IdleCores:
+    """Counts the cores that run nothing at this moment, from the number of tasks that Linux wants to run."""
+
+    def __init__(self, load: Path = LOAD) -> None:
+        self._usable = usable_cores()
+        self._all = os.cpu_count() or 1
+        self._descriptor: int | None = None
+        if hasattr(os, "sched_getaffinity") and len(os.sched_getaffinity(0)) == self._all:
+            with suppress(OSError):  # not Linux
+                self._descriptor = os.open(load, os.O_RDONLY | os.O_CLOEXEC)
+                weakref.finalize(self, os.close, self._descriptor)
+
+    def count(self) -> int | None:
+        """At most the usable cores but the one of this thread. None where it is unknown: on other systems, and where
+        other processes run on cores that this one may not use. Takes a microsecond."""
+        if self._descriptor is None:
+            return None
+        try:
+            running = int(os.pread(self._descriptor, 64, 0).split()[3].partition(b"/")[0])
+        except (OSError, ValueError, IndexError):
+            return None
+        if running < 1:  # at least this thread runs: some sandboxes count nothing
+            return None
+        return max(0, min(self._all - running, self._usable - 1))
 
 
 class CompiledRunner(SlotRunner[HostArray]):

@@ -9,11 +9,11 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, Self, TypeAlias
 
-from palaver.engines.core.cores import usable_cores
 from palaver.engines.core.kv_cache import A, KVLayout, Slot
 from palaver.engines.core.prefix_cache import CacheStatistics, PrefixCache
 from palaver.engines.core.request import SequenceState
 from palaver.engines.core.sampler import Logits
+from palaver.engines.machine import usable_cores
 
 SMALL_MODEL = 256 << 20
 """Bytes of float32 weights up to which more threads cost more than they gain."""
