@@ -1,11 +1,17 @@
-"""Parsing of lines: messages, commands, paths, unknown commands."""
+"""Parsing of lines: messages, commands, paths, unknown commands. Completion of paths."""
 
 from __future__ import annotations
 
-import pytest
+from pathlib import Path
+from typing import cast
 
-from palaver.repl.command_table import CommandLine, MessageLine, UnknownCommand, parse_line
+import pytest
+from prompt_toolkit.completion import CompleteEvent
+from prompt_toolkit.document import Document
+
+from palaver.repl.command_table import CommandCompleter, CommandLine, MessageLine, UnknownCommand, parse_line
 from palaver.repl.commands import table
+from palaver.repl.session import Session
 
 EXPECTED_COMMANDS = """
 help new open list search title system set params preset think expand collapse retry undo redo continue edit
@@ -59,3 +65,20 @@ def test_commands(line: str, name: str, arguments: str) -> None:
 def test_the_nearest_names_are_told(line: str, suggestion: str) -> None:
     with pytest.raises(UnknownCommand, match=suggestion):
         parse_line(line, table())
+
+
+async def complete(line: str) -> list[str]:
+    completer = CommandCompleter(table(), cast(Session, None))
+    return [one.text async for one in completer.get_completions_async(Document(line), CompleteEvent())]
+
+
+async def test_paths_are_completed(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    (tmp_path / "far").symlink_to("x" * 300)  # no file system has such a name: whether it is a folder can't be told
+    assert await complete(f"/attach {tmp_path}/f") == [f"{tmp_path}/far", f"{tmp_path}/file", f"{tmp_path}/folder/"]
+
+
+@pytest.mark.parametrize("path", ["~no-such-user/", "a\0b/", "no-such-folder/"])
+async def test_a_path_that_is_none_has_no_completions(path: str) -> None:
+    assert await complete(f"/attach {path}") == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -200,19 +201,26 @@ def _replaced_text(choice: ArgumentChoice, arguments: str) -> str:
 
 
 async def complete_paths(session: Session, arguments: str) -> list[ArgumentChoice]:
-    """Files and folders that complete a typed path."""
+    """Files and folders that complete a typed path; none if its folder can't be read or its name is no valid one."""
     path_text = arguments.strip()
     folder, _, name = path_text.rpartition(os.sep)
     parent = f"{folder}{os.sep}" if folder or path_text.startswith(os.sep) else ""
     try:
         entries = sorted(Path(parent or ".").expanduser().iterdir(), key=lambda path: path.name)
-    except OSError:
+    except (OSError, RuntimeError, ValueError):  # also an unknown user, a null character
         return []
     matches = [path for path in entries if path.name.startswith(name) and (name or not path.name.startswith("."))]
     return [
-        ArgumentChoice(f"{parent}{path.name}{os.sep if path.is_dir() else ''}", replaces_all=True)
+        ArgumentChoice(f"{parent}{path.name}{os.sep if _is_folder(path) else ''}", replaces_all=True)
         for path in matches[:MAX_CHOICES]
     ]
+
+
+def _is_folder(path: Path) -> bool:
+    """Whether the path is a folder; False if that can't be told."""
+    with suppress(OSError):
+        return path.is_dir()
+    return False
 
 
 def fixed_choices(*choices: str) -> Choices:
