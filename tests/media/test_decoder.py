@@ -176,6 +176,12 @@ def test_reads_the_text_of_a_page(decoder: MediaDecoder) -> None:
     assert decoder.document_text(latin) == "Zürich"
 
 
+@pytest.mark.parametrize("charset", ["nonsense", "idna", "punycode", "undefined"])
+def test_a_page_in_no_real_charset_is_read_as_windows_1252(decoder: MediaDecoder, charset: str) -> None:
+    page = f'<html><meta charset="{charset}"><p>Zürich €5'.encode("windows-1252")
+    assert decoder.document_text(page) == "Zürich €5"
+
+
 @pytest.mark.parametrize(
     ("data", "reason"),
     [

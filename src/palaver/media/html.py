@@ -36,7 +36,7 @@ def _decode(data: bytes) -> str:
     except UnicodeDecodeError:
         try:
             return data.decode(found[1].decode() if found else "windows-1252", "replace")
-        except LookupError:
+        except (LookupError, UnicodeError):  # unknown, or a codec that can't replace what it can't decode
             return data.decode("windows-1252", "replace")
 
 
