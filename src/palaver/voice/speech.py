@@ -187,8 +187,8 @@ class Narration:
 
     def _clause(self, piece: ClauseText) -> SpokenClause:
         language = detect_language(piece.text, self._language)
-        samples = "" if piece.is_code else normalize_text(piece.text, language, piece.begins_line)
-        return SpokenClause(piece.text, samples, language)
+        words = "" if piece.is_code else normalize_text(piece.text, language, piece.begins_line)
+        return SpokenClause(piece.text, words, language)
 
 
 _PAUSES = {**dict.fromkeys(".!?…。！？", 0.29), **dict.fromkeys(":;；：", 0.22), **dict.fromkeys(",，、—–", 0.14)}
