@@ -190,7 +190,7 @@ class LlamaRunner:
                 self._context.interrupt()
 
     def _start_pass(self, generations: list[LocalGeneration]) -> None:
-        """Says for which generations passes are computed from now on."""
+        """Sets the generations of the current pass, and clears an earlier interrupt."""
         with self._lock:
             self._in_pass = generations
             self._context.allow_passes()
