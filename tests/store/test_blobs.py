@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import fsspec
@@ -40,6 +41,77 @@ def test_a_sweep_removes_what_is_old_and_not_referenced(blobs: Blobs) -> None:
     assert list(blobs.digests()) == [kept]
     assert blobs.put(b"old") == old
     assert blobs.get(old) == b"old"
+
+
+def old_blob(folder: Path, data: bytes = b"picture") -> tuple[Blobs, str]:
+    """A blob in a folder that the next sweep deletes, unless it is referenced."""
+    blobs = Blobs(folder)
+    digest = blobs.put(data)
+    os.utime(blobs.path(digest), (0, 0))
+    return blobs, digest
+
+
+def interpose(
+    monkeypatch: pytest.MonkeyPatch, owner: object, name: str, when: str, action: Callable[[], object]
+) -> None:
+    """Does something once, right before or after the next call of a function."""
+    call = getattr(owner, name)
+
+    def wrapped(*arguments: object) -> object:
+        monkeypatch.setattr(owner, name, call)
+        if when == "before":
+            action()
+        result = call(*arguments)
+        if when == "after":
+            action()
+        return result
+
+    monkeypatch.setattr(owner, name, wrapped)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("step", ["replace", "unlink"])
+def test_a_blob_that_is_put_during_a_sweep_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, when: str
+) -> None:
+    blobs, digest = old_blob(tmp_path)
+    interpose(monkeypatch, Path, step, when, lambda: blobs.put(b"picture"))
+    blobs.sweep(set())
+    assert blobs.get(digest) == b"picture"
+    assert blobs.sweep(set()) == 0, "it is new again"
+
+
+def test_a_blob_that_is_swept_during_a_put_is_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blobs, digest = old_blob(tmp_path)
+    removed: list[int] = []
+    interpose(monkeypatch, os, "utime", "before", lambda: removed.append(blobs.sweep(set())))
+    assert blobs.put(b"picture") == digest
+    assert removed == [1]
+    assert blobs.get(digest) == b"picture"
+
+
+@pytest.mark.parametrize("referenced", [True, False])
+def test_an_interrupted_sweep_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, referenced: bool) -> None:
+    def crash() -> None:
+        raise KeyboardInterrupt
+
+    blobs, digest = old_blob(tmp_path)
+    interpose(monkeypatch, Path, "replace", "after", crash)
+    with pytest.raises(KeyboardInterrupt):
+        blobs.sweep(set())
+    assert blobs.get(digest) == b"picture"
+    assert blobs.sweep({digest} if referenced else set()) == (0 if referenced else 1)
+    assert list(blobs.digests()) == ([digest] if referenced else [])
+    assert len([path for path in tmp_path.rglob("*") if path.is_file()]) == (1 if referenced else 0)
+
+
+def test_two_servers_sweep_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blobs, digest = old_blob(tmp_path)
+    removed: list[int] = []
+    interpose(monkeypatch, Path, "replace", "before", lambda: removed.append(Blobs(tmp_path).sweep(set())))
+    assert (blobs.sweep(set()), removed) == (0, [1])
+    with pytest.raises(NotFound):
+        blobs.get(digest)
 
 
 def test_a_changed_object_is_reported() -> None:

@@ -99,6 +99,8 @@ def sync_folder(folder: Path) -> None:
 Kind = Literal["image", "audio", "video"]
 GRACE_SECONDS = 3600.0
 """Age at which an unreferenced blob may be deleted: blobs are written before their messages."""
+_SET_ASIDE = ".sweep"
+"""The suffix of a file that a sweep has set aside: it is about to be deleted, or put back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,9 +129,10 @@ class Blobs:
         digest = hashlib.sha256(data).hexdigest()
         path = self.path(digest)
         with translate_errors():
-            if path.exists() and path.stat().st_size == len(data):
+            with suppress(FileNotFoundError):
                 os.utime(path)  # a message is about to reference it: keep it from sweep()
-                return digest
+                if path.stat().st_size == len(data):  # asked after the touch: sweep() may have moved it meanwhile
+                    return digest
             for folder in (self.folder, path.parent):
                 make_folder(folder)
             write_atomic(path, data)
@@ -146,7 +149,11 @@ class Blobs:
         return data
 
     def _read(self, digest: str) -> bytes:
-        return self.path(digest).read_bytes()
+        path = self.path(digest)
+        for place in (path, _set_aside_path(path)):
+            with suppress(FileNotFoundError):
+                return place.read_bytes()
+        return path.read_bytes()  # sweep() may have put it back meanwhile
 
     def path(self, digest: str) -> Path:
         return self.folder / digest[:2] / digest
@@ -161,10 +168,35 @@ class Blobs:
         cutoff = time.time() - grace
         removed = 0
         for path in self.folder.glob("??/*"):
-            if path.name not in referenced and path.stat().st_mtime < cutoff:
-                path.unlink(missing_ok=True)
-                removed += 1
+            with suppress(FileNotFoundError):  # another server sweeps too
+                removed += _sweep_file(path, referenced, cutoff)
         return removed
+
+
+def _sweep_file(path: Path, referenced: set[str], cutoff: float) -> bool:
+    """Deletes a file that is old and not referenced. Returns whether it did.
+
+    The file is set aside before its age decides. put() touches files in their place alone: it either touched this one
+    before, which shows here, or does not find it and writes it again. A sweep that is interrupted between leaves the
+    file aside, where get() finds it; the next sweep deletes it or puts it back.
+    """
+    if path.suffix == _SET_ASIDE:
+        aside, path = path, path.with_name(path.stem.removeprefix("."))
+    else:
+        if path.name in referenced or path.stat().st_mtime >= cutoff:
+            return False
+        aside = _set_aside_path(path)
+        path.replace(aside)
+    if path.name in referenced or aside.stat().st_mtime >= cutoff:
+        os.utime(aside)  # put() may have written it again: the newer time counts
+        aside.replace(path)
+        return False
+    aside.unlink()
+    return True
+
+
+def _set_aside_path(path: Path) -> Path:
+    return path.with_name(f".{path.name}{_SET_ASIDE}")
 
 
 class RemoteBlobs(Blobs):
