@@ -239,6 +239,15 @@ async def test_the_editor(tmp_path: Path) -> None:
         await edit_text("missing-editor", "one")
 
 
+@pytest.mark.parametrize("script", [r"printf '\344' >$1", "rm $1"])
+async def test_an_editor_that_leaves_no_text(tmp_path: Path, script: str) -> None:
+    editor = tmp_path / "editor"
+    editor.write_text(f"#!/bin/sh\n{script}\n")
+    editor.chmod(0o700)
+    with pytest.raises(RequestError, match=r"UTF-8\. The message is unchanged"):
+        await edit_text(str(editor), "one")
+
+
 @pytest.mark.parametrize(
     ("flags", "named"),
     [

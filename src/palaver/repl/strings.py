@@ -182,6 +182,9 @@ NOTHING_TO_EDIT = "There is no message to edit yet."
 NOT_CHANGED = "Nothing changed."
 REPLY_EDITED = "Saved as another version of the reply. /continue picks up from its end."
 EDITOR_FAILED = "Can't start the editor {editor}: {reason}. /edit inline edits the message here."
+EDITED_TEXT_UNREADABLE = (
+    "Can't read the text that {editor} saved: it must be a file in UTF-8. The message is unchanged."
+)
 NO_BRANCHES = "No branches yet."
 SWITCH_TO_BRANCH = "/switch NUMBER goes to a branch."
 ONLY_BRANCH = "There is only one branch."

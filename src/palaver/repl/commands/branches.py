@@ -124,7 +124,8 @@ async def _find_message(session: Session, words: Sequence[str]) -> StoredMessage
 
 
 async def edit_text(editor: str, text: str) -> str:
-    """The text after editing; the unchanged text if the editor exits with an error."""
+    """The text after editing; the unchanged text if the editor exits with an error. Raises RequestError if it can't be
+    started or leaves no text."""
     with tempfile.TemporaryDirectory(prefix="palaver-") as folder:
         path = Path(folder) / "message.md"
         path.write_text(text, encoding="utf-8")
@@ -134,7 +135,10 @@ async def edit_text(editor: str, text: str) -> str:
             raise RequestError(strings.EDITOR_FAILED.format(editor=editor, reason=error)) from None
         if await process.wait() != 0:
             return text
-        return path.read_text(encoding="utf-8").removesuffix("\n")
+        try:
+            return path.read_text(encoding="utf-8").removesuffix("\n")
+        except (OSError, UnicodeDecodeError):
+            raise RequestError(strings.EDITED_TEXT_UNREADABLE.format(editor=editor)) from None
 
 
 async def _numbers(session: Session, arguments: str) -> Iterable[ArgumentChoice]:
