@@ -114,6 +114,16 @@ def test_two_servers_sweep_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         blobs.get(digest)
 
 
+def test_two_servers_sweep_a_storage_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    blobs = RemoteBlobs(Path(), "memory://bucket/swept")
+    for data in (b"one", b"two"):
+        blobs.put(data)
+    removed: list[int] = []
+    other = RemoteBlobs(Path(), "memory://bucket/swept")
+    interpose(monkeypatch, blobs._files, "modified", "before", lambda: removed.append(other.sweep(set(), grace=-60)))
+    assert (blobs.sweep(set(), grace=-60), removed) == (0, [2])
+
+
 def test_a_changed_object_is_reported() -> None:
     blobs = RemoteBlobs(Path(), "memory://bucket/changed")
     digest = blobs.put(b"picture")

@@ -226,15 +226,14 @@ class RemoteBlobs(Blobs):
 
     def sweep(self, referenced: set[str], grace: float = GRACE_SECONDS) -> int:
         cutoff = time.time() - grace
+        removed = 0
         with _reach_storage():
-            old = [
-                path
-                for path in self._files.find(self._root)
-                if _last_part(path) not in referenced and self._files.modified(path).timestamp() < cutoff
-            ]
-            for path in old:
-                self._files.rm_file(path)
-        return len(old)
+            for path in self._files.find(self._root):
+                with suppress(FileNotFoundError):  # another server sweeps too
+                    if _last_part(path) not in referenced and self._files.modified(path).timestamp() < cutoff:
+                        self._files.rm_file(path)
+                        removed += 1
+        return removed
 
     def _read(self, digest: str) -> bytes:
         with _reach_storage():
