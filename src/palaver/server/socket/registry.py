@@ -86,7 +86,8 @@ class SocketRegistry:
         self._none_open = asyncio.Event()
         self._none_open.set()
         self._turns: dict[str, SocketTurn] = {}
-        self._ended_turns: list[SocketTurn] = []
+        self._drop_timers: dict[SocketTurn, asyncio.TimerHandle] = {}
+        """Of the ended turns, oldest first."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._stop_timers: dict[str, asyncio.TimerHandle] = {}
 
@@ -154,11 +155,10 @@ class SocketRegistry:
         turn.on_stop = None
         if timer := self._stop_timers.pop(turn.id, None):
             timer.cancel()
-        self._ended_turns.append(turn)
-        asyncio.get_running_loop().call_later(RETENTION_SECONDS, self._drop, turn)
-        while sum(ended.log.size for ended in self._ended_turns) > MAX_RETAINED_SIZE:
-            self._drop(self._ended_turns[0])
+        self._drop_timers[turn] = asyncio.get_running_loop().call_later(RETENTION_SECONDS, self._drop, turn)
+        while sum(ended.log.size for ended in self._drop_timers) > MAX_RETAINED_SIZE:
+            self._drop(next(iter(self._drop_timers)))
 
     def _drop(self, turn: SocketTurn) -> None:
-        if self._turns.pop(turn.id, None) is not None:
-            self._ended_turns.remove(turn)
+        del self._turns[turn.id]
+        self._drop_timers.pop(turn).cancel()  # a pending timer would keep the turn in memory
