@@ -66,6 +66,13 @@ def test_wrong_arguments_are_refused(wrong: tuple[str, ...]) -> None:
     assert wrong[0] in result.output
 
 
+@pytest.mark.parametrize("command", [("ask", "Hi"), ("chat",)])
+def test_a_flag_with_the_value_0_is_not_ignored(command: tuple[str, ...]) -> None:
+    result = run(*command, "--server", "http://127.0.0.1:1", "--gpu-layers", "0")
+    assert result.exit_code == 2
+    assert "--server can't be combined with --gpu-layers" in result.stderr
+
+
 def test_ask_prints_the_answer_on_stdout_and_thinking_on_stderr(tiny_model: Path) -> None:
     result = run("ask", "Hi", "-m", tiny_model, *SHORT)
     assert result.exit_code == 0, result.output

@@ -374,8 +374,10 @@ def single_model(argument: str | None, option: str | None) -> str | None:
 
 
 def exclusive(**flags: object) -> None:
-    """Raises if more than one of the flags is set."""
-    used = [f"--{name.replace('_', '-')}" for name, value in flags.items() if value]
+    """Raises if more than one of the flags is set. The number 0 is a value; None, False and empty text are not."""
+    used = [
+        f"--{name.replace('_', '-')}" for name, value in flags.items() if value is not False and value not in (None, "")
+    ]
     if len(used) > 1:
         raise RequestError(strings.EXCLUSIVE.format(first=used[0], second=used[1]))
 
