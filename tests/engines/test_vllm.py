@@ -70,6 +70,17 @@ def test_what_vllm_would_ignore_or_refuse_is_refused_by_name(name: str, value: A
         check_native(PROMPT, replace(GREEDY, **{name: value}))
 
 
+def test_messages_name_the_sampler() -> None:
+    penalty = replace(GREEDY, presence_penalty=0.5)
+    with pytest.raises(BadParameter, match="vLLM's own sampler chooses the tokens here"):
+        check_native(PROMPT, penalty)
+    with pytest.raises(BadParameter, match="this: the server's sampler chooses the tokens here"):
+        check_native(PROMPT, penalty, sampler="the server's sampler")
+    with pytest.raises(BadParameter, match="this: the server's sampler takes at most 1"):
+        check_native(PROMPT, replace(GREEDY, temperature=1.5), 1.0, "the server's sampler")
+    assert not any("vLLM" in why for why in native_lacks(False, "the server's sampler").values())
+
+
 def test_top_p_of_0_is_the_likeliest_token_alone() -> None:
     assert 0 < native_parameters(request(Sampling(top_p=0)))["top_p"] < 1e-5
     assert native_parameters(request(Sampling(top_p=0.5)))["top_p"] == 0.5

@@ -34,6 +34,8 @@ from palaver.sampling import Sampling
 SERVERS: dict[str, Callable[[str, str | None], TokenServer]] = {"vllm": VllmServer, "llamacpp": LlamaServer}
 SAMPLE = "Palaver: does the server have the same tokenizer? Ünïcödé, 12345,\n\tдва, 三."
 """A text that the server tokenizes, to compare the tokenizers."""
+SERVER_SAMPLER = "the server's sampler"
+"""The sampler's name in messages."""
 SAMPLER_THERE = "the sampler of the server chooses the tokens"
 
 
@@ -51,7 +53,7 @@ class RemoteSource:
         """`load` has connected."""
 
     def check(self, prompt: Prompt, sampling: Sampling) -> None:
-        check_native(prompt, sampling, self._server.max_temperature)
+        check_native(prompt, sampling, self._server.max_temperature, SERVER_SAMPLER)
 
     async def prepare(self, request: TokenRequest) -> None:
         """The server does everything itself."""
@@ -114,10 +116,9 @@ def describe(
     fingerprint = Fingerprint(
         REMOTE_RUNNER, f"{kind}-{facts.build}", host, "", EXACTNESS_LABELS[BY_BATCH], NATIVE_SAMPLER
     )
-    lacks = {
-        capability: why.replace("vLLM's own sampler", "its sampler") for capability, why in native_lacks(False).items()
-    }
-    lacks[Capability.EXACT_CONTINUATION] = "its sampler may draw anew after a stop; greedy replies continue exactly"
+    lacks = native_lacks(False, SERVER_SAMPLER)
+    draws_anew = f"{SERVER_SAMPLER} may draw anew after a stop; greedy replies continue exactly"
+    lacks[Capability.EXACT_CONTINUATION] = draws_anew
     if model.is_dir() and has_processor(model):
         lacks[Capability.MEDIA] = "only token ids are sent to a server elsewhere"
     if not facts.isolates_owners:

@@ -28,33 +28,38 @@ ONLY_WITH_ANOTHER = frozenset(
     "dynatemp_exponent xtc_threshold dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers".split()
 )
 """Parameters without effect unless another one is set."""
-OWN_SAMPLER = "vLLM's own sampler chooses the tokens here, and it has no such rule over a continued reply"
-DRAWS_ANEW = "vLLM's own sampler draws anew after a stop; greedy replies continue exactly"
+VLLM_SAMPLER = "vLLM's own sampler"
+"""The sampler's name in messages."""
+NO_SUCH_RULE = "{sampler} chooses the tokens here, and it has no such rule over a continued reply"
+DRAWS_ANEW = "{sampler} draws anew after a stop; greedy replies continue exactly"
 DRAWS_BY_POSITION = (
     "vLLM's newer model runner draws by seed and position, so that a sampled reply should go on as the uncut one, but"
     " this was never tried; greedy replies continue exactly"
 )
 
 
-def native_lacks(draws_by_position: bool) -> dict[Capability, str]:
-    """What vLLM's own sampler can't do. `draws_by_position`: with its newer model runner, which needs a GPU."""
+def native_lacks(draws_by_position: bool, sampler: str = VLLM_SAMPLER) -> dict[Capability, str]:
+    """What this sampler can't do. `draws_by_position`: with vLLM's newer model runner, which needs a GPU."""
+    no_such_rule = NO_SUCH_RULE.format(sampler=sampler)
     return {
-        Capability.CONSTRAINTS: "vLLM's own sampler starts a grammar at the first token, not with the answer",
-        Capability.TOKEN_HEALING: OWN_SAMPLER,
-        Capability.FILTERS: OWN_SAMPLER,
-        Capability.EXACT_CONTINUATION: DRAWS_BY_POSITION if draws_by_position else DRAWS_ANEW,
+        Capability.CONSTRAINTS: f"{sampler} starts a grammar at the first token, not with the answer",
+        Capability.TOKEN_HEALING: no_such_rule,
+        Capability.FILTERS: no_such_rule,
+        Capability.EXACT_CONTINUATION: DRAWS_BY_POSITION if draws_by_position else DRAWS_ANEW.format(sampler=sampler),
     }
 
 
-def check_native(prompt: Prompt, sampling: Sampling, max_temperature: float = MAX_TEMPERATURE) -> None:
-    """Raises BadParameter for a parameter that vLLM's sampler would ignore or refuse."""
-    neutral = Sampling()
+def check_native(
+    prompt: Prompt, sampling: Sampling, max_temperature: float = MAX_TEMPERATURE, sampler: str = VLLM_SAMPLER
+) -> None:
+    """Raises BadParameter for a parameter that this sampler would ignore or refuse."""
+    neutral, no_such_rule = Sampling(), NO_SUCH_RULE.format(sampler=sampler)
     for name in Sampling.__dataclass_fields__:
         value = getattr(sampling, name)
         if name not in SUPPORTED | ONLY_WITH_ANOTHER and value != getattr(neutral, name):
-            raise BadParameter(name, value, f"the engine of this model can't do this: {OWN_SAMPLER}.")
+            raise BadParameter(name, value, f"the engine of this model can't do this: {no_such_rule}.")
     if sampling.temperature > max_temperature:
-        reason = f"the engine of this model can't do this: vLLM's own sampler takes at most {max_temperature:g}."
+        reason = f"the engine of this model can't do this: {sampler} takes at most {max_temperature:g}."
         raise BadParameter("temperature", sampling.temperature, reason)
 
 
