@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+import weakref
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -375,6 +376,22 @@ def test_states_that_were_not_used_for_long_make_room(tmp_path: Path) -> None:
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 12_000
     remove_states(tmp_path, "talk 7")
     assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_a_state_leaves_memory_once_it_is_written(tmp_path: Path) -> None:
+    files, freed = StateFiles(tmp_path, "model"), threading.Event()
+    state = np.ones(2_000, np.uint8)
+    weakref.finalize(state, freed.set)
+    assert files.write(("ann", ""), "talk", range(100), state)
+    del state
+    assert freed.wait(60)
+    assert [entry.conversation for entry in files.entries()] == ["talk"]
+    files.close()
+
+
+def test_a_file_that_another_process_renames_is_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "gone.part").symlink_to(tmp_path / "renamed")
+    assert not StateFiles(tmp_path, "model").entries()
 
 
 def test_the_file_says_how_it_is_run(sprout: Path) -> None:

@@ -131,8 +131,9 @@ class StateFiles:
 
     def _scan(self) -> Iterator[StoredState]:
         for path in self._folder.glob("*.part"):  # of a process that was killed
-            if time.time() - path.stat().st_mtime > _STALE_S:
-                _remove(path)
+            with contextlib.suppress(OSError):  # its process may rename or delete it meanwhile
+                if time.time() - path.stat().st_mtime > _STALE_S:
+                    path.unlink()
         for path in sorted(self._folder.glob(f"*-{self._key}{_SUFFIX}")):
             entry = _read_header(path)
             if entry is not None and path.name == self._name(entry.conversation):
@@ -144,17 +145,24 @@ class StateFiles:
         return f"{_digest(conversation)}-{self._key}{_SUFFIX}"
 
     def _run(self) -> None:
-        while True:
+        while self._write_next():
+            pass
+
+    def _write_next(self) -> bool:
+        """Waits for a job and writes its state, which is not referenced after that. Returns False once closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._jobs or self._closing)
+            if not self._jobs:
+                return False
+            job = self._writing = self._jobs.pop(next(iter(self._jobs)))
+        try:
+            self._write(job)
+        except OSError as error:
+            _log.warning("Could not store the state of a conversation: %s", error)
+        finally:
             with self._changed:
-                self._changed.wait_for(lambda: self._jobs or self._closing)
-                if not self._jobs:
-                    return
-                self._writing = self._jobs.pop(next(iter(self._jobs)))
-                job = self._writing
-            try:
-                self._write(job)
-            except OSError as error:
-                _log.warning("Could not store the state of a conversation: %s", error)
+                self._writing = None
+        return True
 
     def _write(self, job: _Job) -> None:
         header = json.dumps({"space": job.space, "conversation": job.conversation, "tokens": len(job.tokens)}).encode()
