@@ -272,6 +272,7 @@ def test_out_of_memory_below_the_bound_is_a_full_cache(layout: KVLayout[Any], mo
         (torch.OutOfMemoryError(), True),
         (MemoryError(), True),
         (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), True),
+        (RuntimeError("MPS backend out of memory (MPS allocated: 17.95 GB, max allowed: 18.13 GB)"), True),
         (RuntimeError("another error"), False),
     ],
 )

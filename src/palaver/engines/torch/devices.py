@@ -221,6 +221,10 @@ class TensorLayout(KVLayout[Tensor]):
         return self.memory.device
 
 
+_OUT_OF_MEMORY = ("DefaultCPUAllocator", "MPS backend out of memory")
+"""In the messages of plain RuntimeErrors, which the CPU and Apple GPUs raise."""
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether torch raised this for lack of memory, on any device."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error)
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(text in str(error) for text in _OUT_OF_MEMORY)
