@@ -394,6 +394,13 @@ def test_a_compiler_that_fails_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_pa
         load_compiled_library()
 
 
+def test_a_compiler_variable_that_is_no_command_is_an_error(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+    monkeypatch.setenv("CC", "gcc '-O2")
+    with pytest.raises(CantCompile, match="CC can't be read as a command: No closing quotation"):
+        load_compiled_library()
+    assert not build.can_build()
+
+
 def script(path: Path, text: str) -> str:
     path.write_text(f"#!/bin/sh\n{text}\n")
     path.chmod(path.stat().st_mode | stat.S_IXUSR)

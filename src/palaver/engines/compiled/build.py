@@ -130,7 +130,10 @@ def _file_hash(path: Path) -> str:
 
 def _find_compiler() -> tuple[str, ...]:
     """The compiler and its own flags, as in CC="gcc -march=haswell"."""
-    requested = shlex.split(os.environ.get("CC", ""))
+    try:
+        requested = shlex.split(os.environ.get("CC", ""))
+    except ValueError as error:
+        raise CantCompile(f"the variable CC can't be read as a command: {error}") from None
     for name, *flags in ([requested] if requested else []) + [["cc"], ["gcc"], ["clang"]]:
         found = shutil.which(name)
         if found:
