@@ -275,7 +275,7 @@ class ModelProbe(ForwardProbe):
             return self._pick_media_forward(layout, context_length, options, library, threads)
         try:
             if not options.fused:
-                raise UnsupportedModel("it is not wanted")
+                raise UnsupportedModel("fused steps are off")
             parts = PlainDecoder.from_model(self._model, context_length)
             decoder = FusedDecoder(parts)
             self.check(decoder, layout)
@@ -325,7 +325,7 @@ class ModelProbe(ForwardProbe):
     ) -> tuple[Forward | CompiledDecoder, str]:
         """In the exact mode the library's code computes text, too: bits must not depend on media in the same pass."""
         own = self._library_decoder(layout)
-        not_compiled: Exception = UnsupportedModel("it is not wanted")
+        not_compiled: Exception = UnsupportedModel("compiled steps are off")
         if library is not None:
             try:
                 return self._compile_with_media(own, layout, context_length, library.result(), threads), COMPILED
@@ -335,7 +335,7 @@ class ModelProbe(ForwardProbe):
         steps = LIBRARY_CODE
         try:
             if not options.fused or options.exact or self.rope is not None:
-                raise UnsupportedModel("it is not wanted")
+                raise UnsupportedModel("fused steps are off, or can't be used in the exact mode or with LongRoPE")
             parts = PlainDecoder.from_model(self._model, context_length, find_decoder(self._model))
             both = TextAndMediaDecoder(FusedDecoder(parts), own)
             for computes in (both, both.alternating()):
