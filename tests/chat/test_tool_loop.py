@@ -7,9 +7,10 @@ import json
 import re
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -200,6 +201,30 @@ async def test_stop_in_a_slow_tool_and_continue(chat: Chat, tmp_path: Path) -> N
     await chat.decide_calls(reply.id, [CallDecision(0, False)])
     following = await next_reply(chat, round)
     assert results(await chat.path(following.id)) == [SKIPPED, "as always"]
+    assert recorded(tmp_path).count("call unchanged") == 1
+
+
+async def test_a_call_that_is_cancelled_before_its_first_step_runs_when_it_is_continued(
+    service: Service, chat: Chat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reply = await send(chat, ["bad__unchanged"])
+    round = await wait_for_round(chat, reply.id)
+    run, stop = service.loop._run, service.store.tool_rounds.stop
+
+    def stop_first(*arguments: Any) -> Coroutine[Any, Any, None]:
+        """Stops the round when the call is about to run: its task is created, but has made no step."""
+        monkeypatch.setattr(service.loop, "_run", run)
+        stop(reply.id)
+        asyncio.get_running_loop().call_soon(service.loop.cancel_calls, reply.id)
+        return run(*arguments)
+
+    monkeypatch.setattr(service.loop, "_run", stop_first)
+    await chat.decide_calls(reply.id, approve(round))
+    stopped = await wait_for_round(chat, reply.id, RoundState.STOPPED)
+    assert stopped.calls[0].state is CallState.WAITING
+    assert "call unchanged" not in recorded(tmp_path)
+    await chat.decide_calls(reply.id, approve(stopped))
+    assert (await next_reply(chat, round)).text == ANSWER
     assert recorded(tmp_path).count("call unchanged") == 1
 
 

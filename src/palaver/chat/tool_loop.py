@@ -193,8 +193,7 @@ class ToolLoop:
         round = await self._get(reply_id)
         for call in round.calls:
             if call.state is CallState.APPROVED and (reply_id, call.position) not in self._calls:
-                task = asyncio.create_task(self._run(owner, round, call))
-                self._calls[reply_id, call.position] = task
+                self._start(owner, round, call)
         if all(call.state in ENDED for call in round.calls):
             await self._use_results(owner, reply, round)
             round = await self._get(reply_id)
@@ -233,6 +232,17 @@ class ToolLoop:
         name = call.name if for_tool else server_of(call.name)
         await to_thread(self._rules.save, owner, place, name, rule)
 
+    def _start(self, owner: str, round: ToolRound, call: RoundCall) -> None:
+        """Runs a call in a task, and goes on once it has ended, also where it is cancelled before its first step."""
+
+        def end(_: asyncio.Task[None]) -> None:
+            del self._calls[round.reply_id, call.position]
+            self._spawn(self.advance(round.reply_id))
+
+        task = asyncio.create_task(self._run(owner, round, call))
+        self._calls[round.reply_id, call.position] = task
+        task.add_done_callback(end)
+
     async def _run(self, owner: str, round: ToolRound, call: RoundCall) -> None:
         """Runs one call: recorded as running before, with its result after."""
         key, lease = (round.reply_id, call.position), self._service.turns.lease
@@ -251,9 +261,6 @@ class ToolLoop:
         except Exception:
             _log.exception("the result of a tool call was not recorded")
             await to_thread(self._rounds.interrupt, lease, *key)
-        finally:
-            self._calls.pop(key, None)
-            self._spawn(self.advance(round.reply_id))
 
     async def _result(self, owner: str, call: RoundCall) -> tuple[str, bool, tuple[Blob, ...]]:
         """The text, whether it is an error, and the media, which are stored."""
