@@ -1,22 +1,22 @@
-// What messages are compared by: the columns that each is sent to, kept by the browser.
+// The settings of comparisons: the columns that each message is sent to, stored by the browser.
 import type { Column } from '../transport/types'
-import { keep, kept } from './storage'
+import { load, save } from './storage'
 
-interface Kept {
+interface StoredComparison {
   on: boolean
   blind: boolean
   columns: Column[]
 }
 
-const TWO: Column[] = [{ parameters: {} }, { parameters: { temperature: 1.2 } }]
+const DEFAULT_COLUMNS: Column[] = [{ parameters: {} }, { parameters: { temperature: 1.2 } }]
 
 class CompareMode {
   on = $state(false)
   blind = $state(false)
-  columns: Column[] = $state.raw(TWO)
+  columns: Column[] = $state.raw(DEFAULT_COLUMNS)
 
   constructor() {
-    const { on, blind, columns } = kept<Kept>('compare', { on: false, blind: false, columns: TWO })
+    const { on, blind, columns } = load<StoredComparison>('compare', { on: false, blind: false, columns: DEFAULT_COLUMNS })
     if (!Array.isArray(columns) || columns.length < 2) return
     this.on = on
     this.blind = blind
@@ -27,7 +27,7 @@ class CompareMode {
     this.on = on
     this.blind = blind
     this.columns = columns
-    keep('compare', { on, blind, columns })
+    save('compare', { on, blind, columns })
   }
 }
 

@@ -1,8 +1,8 @@
-// What was typed and not sent, for each conversation, with the key under which it will be sent: a message whose answer
-// got lost is not said twice.
+// The unsent text and files of each conversation, with the idempotency key of the message: a message whose response is
+// lost is stored once.
 import type { Attachment } from '../components/attachments'
 import { newKey } from '../transport/http'
-import { keep, kept } from './storage'
+import { load, save } from './storage'
 
 export interface Draft {
   text: string
@@ -10,20 +10,20 @@ export interface Draft {
   key: string
 }
 
-const name = (conversation: string | null): string => `draft.${conversation ?? 'new'}`
+const storageKey = (conversation: string | null): string => `draft.${conversation ?? 'new'}`
 
-export function draft(conversation: string | null): Draft {
-  const found = kept<Draft | null>(name(conversation), null)
-  return found && typeof found.text === 'string' && Array.isArray(found.files) ? found : { text: '', files: [], key: newKey() }
+export function loadDraft(conversation: string | null): Draft {
+  const stored = load<Draft | null>(storageKey(conversation), null)
+  return stored && typeof stored.text === 'string' && Array.isArray(stored.files) ? stored : { text: '', files: [], key: newKey() }
 }
 
-export function keepDraft(conversation: string | null, draft: Draft): void {
+export function saveDraft(conversation: string | null, draft: Draft): void {
   const empty = draft.text === '' && draft.files.length === 0
-  keep(name(conversation), empty ? null : draft)
+  save(storageKey(conversation), empty ? null : draft)
 }
 
-/** A message that comes back unsent, before what was written since. */
-export function joined(unsent: Draft, since: Draft): Draft {
+/** Puts a message that could not be sent before the draft that was written since. */
+export function mergeDrafts(unsent: Draft, since: Draft): Draft {
   if (since.text.trim() === '' && since.files.length === 0) return unsent
   return { text: `${unsent.text}\n${since.text}`, files: [...unsent.files, ...since.files], key: newKey() }
 }

@@ -1,7 +1,7 @@
 // Messages that wait for the end of a reply, for each conversation. The browser keeps them until the server has stored them.
 import type { Stored } from '../transport/types'
 import type { Draft } from './drafts'
-import { keep, kept } from './storage'
+import { load, save } from './storage'
 
 export interface Queued extends Draft {
   /** The end of the branch behind which it was sent. */
@@ -9,14 +9,14 @@ export interface Queued extends Draft {
 }
 
 const PREFIX = 'palaver.queue.'
-const name = (conversation: string): string => `queue.${conversation}`
+const storageKey = (conversation: string): string => `queue.${conversation}`
 
 class Queue {
   #version = $state(0)
 
   of(conversation: string | null): Queued[] {
     void this.#version
-    const found = conversation === null ? [] : kept<Queued[]>(name(conversation), [])
+    const found = conversation === null ? [] : load<Queued[]>(storageKey(conversation), [])
     return Array.isArray(found) ? found.filter((one) => typeof one?.text === 'string' && Array.isArray(one.files)) : []
   }
 
@@ -40,7 +40,7 @@ class Queue {
   }
 
   #keep(conversation: string, messages: Queued[]): boolean {
-    const done = keep(name(conversation), messages.length > 0 ? messages : null)
+    const done = save(storageKey(conversation), messages.length > 0 ? messages : null)
     this.#version += 1
     return done
   }

@@ -1,16 +1,16 @@
-// What a browser keeps for itself: drafts, looks. Losing it loses nothing that was sent.
+// Values in the browser's storage, such as drafts and the colour scheme. No sent message depends on them.
 
-export function kept<T>(name: string, otherwise: T): T {
+export function load<T>(name: string, fallback: T): T {
   try {
     const text = localStorage.getItem(`palaver.${name}`)
-    return text === null ? otherwise : (JSON.parse(text) as T)
+    return text === null ? fallback : (JSON.parse(text) as T)
   } catch {
-    return otherwise
+    return fallback
   }
 }
 
-/** False where the browser keeps nothing (full, or forbidden). */
-export function keep(name: string, value: unknown): boolean {
+/** Removes the entry if the value is empty. Returns false if the storage is full or forbidden. */
+export function save(name: string, value: unknown): boolean {
   try {
     if (value === null || value === undefined || value === '') localStorage.removeItem(`palaver.${name}`)
     else localStorage.setItem(`palaver.${name}`, JSON.stringify(value))
@@ -20,8 +20,8 @@ export function keep(name: string, value: unknown): boolean {
   }
 }
 
-/** What this tab keeps over a reload; undefined where it kept nothing. */
-export function keptByTab<T>(name: string): T | undefined {
+/** Reads a value of this tab, which survives a reload; undefined if there is none. */
+export function loadFromTab<T>(name: string): T | undefined {
   try {
     const text = sessionStorage.getItem(`palaver.${name}`)
     return text === null ? undefined : (JSON.parse(text) as T)
@@ -30,24 +30,24 @@ export function keptByTab<T>(name: string): T | undefined {
   }
 }
 
-/** Does nothing where the browser keeps nothing (full, or forbidden). */
-export function keepByTab(name: string, value: unknown): void {
+/** Does nothing if the storage is full or forbidden. */
+export function saveToTab(name: string, value: unknown): void {
   try {
     sessionStorage.setItem(`palaver.${name}`, JSON.stringify(value))
   } catch {
-    // it is gone with the page, then
+    // the value is lost with the page
   }
 }
 
-/** The name under which this tab has its cursors: it survives a reload, and no other tab has it. */
+/** The client name of this tab's cursors. It survives a reload and is unique to the tab. */
 export function tabName(): string {
-  const made = `web-${Array.from(crypto.getRandomValues(new Uint8Array(8)), (byte) => byte.toString(16).padStart(2, '0')).join('')}`
+  const generated = `web-${Array.from(crypto.getRandomValues(new Uint8Array(8)), (byte) => byte.toString(16).padStart(2, '0')).join('')}`
   try {
-    const known = sessionStorage.getItem('palaver.tab')
-    if (known) return known
-    sessionStorage.setItem('palaver.tab', made)
+    const stored = sessionStorage.getItem('palaver.tab')
+    if (stored) return stored
+    sessionStorage.setItem('palaver.tab', generated)
   } catch {
-    // a browser that keeps nothing: the cursor ends with the page
+    // without storage the cursor ends with the page
   }
-  return made
+  return generated
 }

@@ -1,6 +1,5 @@
 import { describe, expect, it } from 'vitest'
-import { fileOf, taken, written } from '../src/components/attachments'
-import { parseTools, problem, withValue } from '../src/state/wishes'
+import { parseTools, validateNumber, withValue } from '../src/state/parameters'
 
 describe('what a person sets', () => {
   it('is set, and taken back', () => {
@@ -11,11 +10,11 @@ describe('what a person sets', () => {
   })
 
   it('is told when it is out of bounds', () => {
-    expect(problem('temperature', '0.7')).toBe('')
-    expect(problem('temperature', '')).toBe('')
-    expect(problem('temperature', '99')).toContain('between 0 and 5')
-    expect(problem('top_k', '1.5')).toContain('whole')
-    expect(problem('seed', 'x')).toContain('number')
+    expect(validateNumber('temperature', '0.7')).toBe('')
+    expect(validateNumber('temperature', '')).toBe('')
+    expect(validateNumber('temperature', '99')).toContain('between 0 and 5')
+    expect(validateNumber('top_k', '1.5')).toContain('whole')
+    expect(validateNumber('seed', 'x')).toContain('number')
   })
 })
 
@@ -38,19 +37,5 @@ describe('tools as they are typed', () => {
     ['[{"name": "a"}, {"name": "a"}]', 'Two tools are called a'],
   ])('are refused with a reason: %s', (text, why) => {
     expect(() => parseTools(text)).toThrow(why)
-  })
-})
-
-describe('files in a message', () => {
-  it('come out as they went in', async () => {
-    const file = { name: 'notes.md', text: '# Notes\n\nFile x:\n\ny' }
-    expect(fileOf(written(file))).toEqual(file)
-    expect(fileOf('File or no file')).toBe(null)
-    expect(await taken(new File(['hi'], 'a.txt'))).toEqual({ name: 'a.txt', text: 'hi' })
-  })
-
-  it('are refused with a reason where the model can’t read them', async () => {
-    expect(await taken(new File(['x'], 'a.png', { type: 'image/png' }), [])).toContain('pictures')
-    expect(await taken(new File([new Uint8Array([255, 254, 0])], 'a.bin'))).toContain('isn’t a text file')
   })
 })
