@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import cast
 
 import pytest
 
-from palaver.chat.interface import Column
+from palaver.chat.interface import Chat, Column
+from palaver.chat.turn_log import LogEntry
+from palaver.errors import PalaverError
+from palaver.events import Finished, Started, Usage, Waiting
+from palaver.generation import Finish
 from palaver.repl.commands.compare import CompareMode
+from palaver.repl.comparison_view import ComparisonFollower, ComparisonView
+from palaver.repl.settings import ThinkingDisplay
+from palaver.store import StoredMessage
 from tests.repl.conftest import Door
-from tests.repl.scripted_session import ScriptedSession, open_session
+from tests.repl.emulator import TerminalEmulator, log_entries, make_screen
+from tests.repl.scripted_session import ScriptedSession, TypedLines, open_session
 from tests.repl.terminal import CTRL_C, ENTER, Terminal
 from tests.repl.test_terminal import fresh
 from tests.repl.test_tools import AnsweringLines
@@ -108,3 +120,61 @@ async def test_columns_that_are_not_valid_change_nothing(tmp_path: Path) -> None
         await terminal.do('/compare default "system=Be brief, please.,thinking=off,budget=3,temp=1"')
         settings = {"system": "Be brief, please.", "thinking": False, "budget": 3, "temperature": 1.0}
         assert terminal.session.compare_mode == CompareMode((Column(), Column(settings)), False)
+
+
+class BrokenChat:
+    """Of its replies, the one called "lost" can't be read, and the others never end."""
+
+    def __init__(self, names: list[str]) -> None:
+        self._all_read = asyncio.Barrier(len(names))
+        self.readers: list[str] = []
+
+    @asynccontextmanager
+    async def events(self, reply_id: str) -> AsyncIterator[AsyncIterator[LogEntry]]:
+        self.readers.append(reply_id)
+        try:
+            yield self._entries(reply_id)
+        finally:
+            self.readers.remove(reply_id)
+
+    async def _entries(self, reply_id: str) -> AsyncIterator[LogEntry]:
+        await self._all_read.wait()
+        if reply_id == "lost":
+            raise PalaverError("The connection is lost.")
+        await asyncio.Event().wait()
+        yield LogEntry(0, Waiting(0))
+
+    async def message(self, id: str) -> StoredMessage:
+        raise PalaverError("The connection is lost.")
+
+
+def follow_replies(chat: BrokenChat, names: list[str]) -> Awaitable[object]:
+    screen = make_screen(TerminalEmulator())
+    view = ComparisonView(screen, names, 36, ThinkingDisplay.COLLAPSED)
+    return ComparisonFollower(cast(Chat, chat), view, TypedLines(), screen).follow(names, 36)
+
+
+async def test_a_column_that_cannot_be_read_ends_the_others() -> None:
+    names = ["lost", "endless"]
+    chat = BrokenChat(names)
+    with pytest.raises(PalaverError, match="The connection is lost"):
+        await follow_replies(chat, names)
+    assert chat.readers == []
+
+
+async def test_an_error_of_the_painter_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = asyncio.Event()
+
+    def fail(view: ComparisonView) -> None:
+        failed.set()
+        raise ValueError("no such column")
+
+    async def entries(chat: BrokenChat, reply_id: str) -> AsyncIterator[LogEntry]:
+        await failed.wait()
+        for entry in log_entries(Started(1, 0), Finished(Finish.END, Usage(1, 1))):
+            yield entry
+
+    monkeypatch.setattr(ComparisonView, "paint", fail)
+    monkeypatch.setattr(BrokenChat, "_entries", entries)
+    with pytest.raises(ValueError, match="no such column"):
+        await follow_replies(BrokenChat(["one"]), ["one"])

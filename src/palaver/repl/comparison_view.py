@@ -120,8 +120,10 @@ class ComparisonFollower:
                 self._on_interrupt()
             painter = asyncio.create_task(self._paint())
             try:
-                await asyncio.gather(*map(self._read, self._view.views, reply_ids))
+                await self._read_all(reply_ids)
             finally:
+                if painter.done():
+                    painter.result()
                 painter.cancel()
                 replies = [await self._message(id) for id in reply_ids]
                 pairs = zip(self._view.views, replies, strict=True)
@@ -130,6 +132,15 @@ class ComparisonFollower:
                 with suppress(PalaverError):
                     await stopping
         return [view.ending for view in self._view.views]
+
+    async def _read_all(self, reply_ids: Sequence[str]) -> None:
+        """Reads all replies. If one can't be read, it ends the others before it raises the error."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for view, reply_id in zip(self._view.views, reply_ids, strict=True):
+                    tasks.create_task(self._read(view, reply_id))
+        except ExceptionGroup as group:
+            raise group.exceptions[0] from None
 
     async def _read(self, view: ReplyView, reply_id: str) -> None:
         async with self._chat.events(reply_id) as entries:
