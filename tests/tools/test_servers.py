@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import ipaddress
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -13,6 +15,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -23,7 +26,7 @@ from palaver.cli import app
 from palaver.tools.config import BadToolServer, ServerConfig, add_server, parse_server, read_servers, remove_server
 from palaver.tools.demo import calculate_expression, roll
 from palaver.tools.servers import ToolServerFailed, ToolServers, ToolServerState, tool_name
-from palaver.tools.transports import MESSAGE_UNIT, MessageBudget, ToolLimits
+from palaver.tools.transports import MESSAGE_UNIT, MessageBudget, StdioProcess, ToolLimits
 from tests.tools import misbehaving_server
 from tests.tools.demo_server import demo_config, free_port, serve_demo, serve_misbehaving
 
@@ -355,6 +358,35 @@ def test_a_server_that_stays_ends_with_a_program_that_is_killed(tmp_path: Path) 
     while any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids):
         assert time.monotonic() < end, "the server is still there"
         time.sleep(0.05)
+
+
+@pytest.mark.parametrize("failure", ["no pipe", "cancelled"])
+async def test_a_server_whose_watcher_does_not_start_is_ended(failure: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = asyncio.create_subprocess_exec
+    started: list[asyncio.subprocess.Process] = []
+    watcher_starts = asyncio.Event()
+
+    def fail() -> tuple[int, int]:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    async def start_server_only(program: str, *arguments: str, **options: Any) -> asyncio.subprocess.Process:
+        if started:
+            watcher_starts.set()
+            await asyncio.Event().wait()
+        started.append(await start(program, *arguments, **options))
+        if failure == "no pipe":
+            monkeypatch.setattr(os, "pipe", fail)
+        return started[0]
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", start_server_only)
+    process = StdioProcess(ServerConfig("stays", sys.executable, ("-c", "import sys; sys.stdin.read()")), LIMITS)
+    opening = asyncio.create_task(process.open().__aenter__())
+    if failure == "cancelled":
+        await watcher_starts.wait()
+        opening.cancel()
+    with pytest.raises((OSError, asyncio.CancelledError)):
+        await opening
+    assert started[0].returncode is not None
 
 
 def test_names_are_kept_apart_by_server() -> None:

@@ -113,15 +113,16 @@ class StdioProcess:
         from mcp.shared.message import SessionMessage
 
         self._process = await self._start()
-        await self._watch()
         to_session, from_server = anyio.create_memory_object_stream[SessionMessage | Exception](64)
         to_server, from_session = anyio.create_memory_object_stream[SessionMessage](64)
-        tasks = [
-            asyncio.create_task(self._read(to_session)),
-            asyncio.create_task(self._write(from_session)),
-            asyncio.create_task(self._read_stderr()),
-        ]
+        tasks: list[asyncio.Task[None]] = []
         try:
+            await self._watch()
+            tasks += [
+                asyncio.create_task(self._read(to_session)),
+                asyncio.create_task(self._write(from_session)),
+                asyncio.create_task(self._read_stderr()),
+            ]
             yield from_server, to_server
         finally:
             await asyncio.shield(self._close(tasks))
@@ -172,7 +173,8 @@ class StdioProcess:
             with suppress(ProcessLookupError):
                 self._watcher.kill()
             await self._watcher.wait()
-        os.close(self._lifeline)
+        if self._lifeline >= 0:
+            os.close(self._lifeline)
 
     async def _read(self, to_session: Any) -> None:
         """Passes messages on until the output ends. The reason is set before the session notices the end."""
