@@ -1,9 +1,9 @@
-// Markdown that grows: cut into blocks that are closed for good and one that is still open, so that a further token
-// costs what its own block costs, however long the reply is.
+// A growing Markdown text, split into closed blocks and one open block. The cost of another token depends on the length
+// of its block, not on that of the reply.
 
 export interface Block {
   readonly kind: 'text' | 'code'
-  /** The words behind the fence that opens a block of code. */
+  /** The info string of a fenced code block. */
   readonly info: string
   readonly source: string
 }
@@ -14,11 +14,11 @@ interface Fence {
   info: string
 }
 
-interface Open {
+interface OpenBlock {
   kind: 'text' | 'code'
   source: string
-  fence: Fence | null // of a block of code, or of one inside of a list
-  math: string // what closes the formula that is open
+  fence: Fence | null // of a code block, or of one inside a list
+  math: string // the closing delimiter of the open formula
   list: boolean
   blank: boolean
 }
@@ -26,7 +26,7 @@ interface Open {
 export interface Mark {
   blocks: number
   pieces: number
-  open: Open | null
+  open: OpenBlock | null
   line: string
 }
 
@@ -35,12 +35,12 @@ const INNER_FENCE = /^\s*(?:(?:[-*+]|\d{1,9}[.)])\s+)*(`{3,}|~{3,})\s*([^`]*)$/
 const ITEM = /^ {0,3}(?:[-*+]|\d{1,9}[.)])(?:\s|$)/
 const HEADING = /^ {0,3}#{1,6}(?:\s|$)/
 const RULE = /^ {0,3}(?:(?:\*\s*){3,}|(?:-\s*){3,}|(?:_\s*){3,})$/
-const LONG = 4096 // characters after which a block is cut where it can be
-const TOO_LONG = 16384 // and after which it is cut wherever it is
+const SOFT_LIMIT = 4096 // characters after which a block is split at the next boundary
+const HARD_LIMIT = 16384 // characters after which a block is split anywhere
 
 export class MarkdownDocument {
   readonly blocks: Block[] = []
-  #open: Open | null = null
+  #open: OpenBlock | null = null
   #line = ''
   #pieces: string[] = []
   #listeners = new Set<() => void>()
@@ -56,18 +56,18 @@ export class MarkdownDocument {
     return this.#pieces.length === 0
   }
 
-  /** The block that is not closed yet, as it stands. */
+  /** The open block with its text so far. */
   get tail(): Block | null {
     const open = this.#open
     if (open?.kind === 'code') {
-      const half = this.#line !== '' && isClosing(this.#line, open.fence, true) ? '' : this.#line
-      return { kind: 'code', info: open.fence?.info ?? '', source: open.source + half }
+      const partial = this.#line !== '' && isClosing(this.#line, open.fence, true) ? '' : this.#line
+      return { kind: 'code', info: open.fence?.info ?? '', source: open.source + partial }
     }
     const source = (open?.source ?? '') + this.#line
     return source.trim() === '' ? null : { kind: 'text', info: '', source }
   }
 
-  /** Everything as it was written. */
+  /** The source text. */
   get text(): string {
     return this.#pieces.join('')
   }
@@ -78,20 +78,20 @@ export class MarkdownDocument {
     const lines = text.split('\n')
     lines[0] = this.#line + (lines[0] ?? '')
     this.#line = lines.pop() ?? ''
-    for (const line of lines) this.#take(line)
-    if (this.#line.length > TOO_LONG && this.#open?.kind !== 'code') this.#breakLine()
-    this.#tell()
+    for (const line of lines) this.#addLine(line)
+    if (this.#line.length > HARD_LIMIT && this.#open?.kind !== 'code') this.#breakLine()
+    this.#notify()
   }
 
-  /** No more comes: whatever is open is whole. */
+  /** Closes the open block: no more text follows. */
   close(): void {
     if (this.#line !== '') {
       const line = this.#line
       this.#line = ''
-      this.#take(line, '')
+      this.#addLine(line, '')
     }
-    this.#shut()
-    this.#tell()
+    this.#closeBlock()
+    this.#notify()
   }
 
   mark(): Mark {
@@ -103,41 +103,41 @@ export class MarkdownDocument {
     this.#pieces.length = mark.pieces
     this.#open = mark.open && { ...mark.open }
     this.#line = mark.line
-    this.#tell()
+    this.#notify()
   }
 
-  listen(listener: () => void): () => void {
+  subscribe(listener: () => void): () => void {
     this.#listeners.add(listener)
     return () => this.#listeners.delete(listener)
   }
 
-  #tell(): void {
+  #notify(): void {
     for (const listener of this.#listeners) listener()
   }
 
-  #take(line: string, end = '\n'): void {
+  #addLine(line: string, end = '\n'): void {
     const open = this.#open
-    if (open?.kind === 'code') this.#code(open, line, end)
-    else if (open && (open.fence !== null || open.math !== '')) this.#inside(open, line + end)
-    else this.#text(line, end)
+    if (open?.kind === 'code') this.#addCodeLine(open, line, end)
+    else if (open && (open.fence !== null || open.math !== '')) this.#addNestedLine(open, line + end)
+    else this.#addTextLine(line, end)
   }
 
-  #code(open: Open, line: string, end: string): void {
-    if (isClosing(line, open.fence, false)) this.#shut()
+  #addCodeLine(open: OpenBlock, line: string, end: string): void {
+    if (isClosing(line, open.fence, false)) this.#closeBlock()
     else open.source += line + end
   }
 
-  /** In a fence of a list, or in a formula: nothing but its end means anything. */
-  #inside(open: Open, line: string): void {
+  /** Inside a fence of a list or a formula, only the closing delimiter is parsed. */
+  #addNestedLine(open: OpenBlock, line: string): void {
     open.source += line
     if (open.fence !== null && isClosing(line.trim(), open.fence, false)) open.fence = null
     else if (open.math !== '' && line.trimEnd().endsWith(open.math)) {
       open.math = ''
-      if (!open.list) this.#shut()
+      if (!open.list) this.#closeBlock()
     }
   }
 
-  #text(line: string, end: string): void {
+  #addTextLine(line: string, end: string): void {
     if (line.trim() === '') {
       if (this.#open) {
         this.#open.source += line + end
@@ -145,22 +145,22 @@ export class MarkdownDocument {
       }
       return
     }
-    if (this.#open && this.#ends(this.#open, line)) this.#shut()
+    if (this.#open && this.#endsBlock(this.#open, line)) this.#closeBlock()
     const fence = FENCE.exec(line)
     if (fence && !this.#open?.list) {
-      this.#shut()
-      this.#open = fresh('code', { char: fence[2]![0]!, length: fence[2]!.length, info: fence[3]!.trim() })
+      this.#closeBlock()
+      this.#open = newBlock('code', { char: fence[2]![0]!, length: fence[2]!.length, info: fence[3]!.trim() })
       return
     }
-    const open = (this.#open ??= { ...fresh('text', null), list: ITEM.test(line) && !RULE.test(line) })
+    const open = (this.#open ??= { ...newBlock('text', null), list: ITEM.test(line) && !RULE.test(line) })
     open.source += line + end
     open.blank = false
-    this.#look(open, line)
-    if (HEADING.test(line) && !open.list) this.#shut()
+    this.#detectNesting(open, line)
+    if (HEADING.test(line) && !open.list) this.#closeBlock()
   }
 
-  /** Whether this line opens something whose inside is not ours to read. */
-  #look(open: Open, line: string): void {
+  /** Detects a fence or a formula whose content must not be parsed. */
+  #detectNesting(open: OpenBlock, line: string): void {
     const inner = open.list ? INNER_FENCE.exec(line) : null
     if (inner) open.fence = { char: inner[1]![0]!, length: inner[1]!.length, info: '' }
     const words = line.trim()
@@ -168,25 +168,25 @@ export class MarkdownDocument {
     else if (words.startsWith('\\[') && !words.includes('\\]')) open.math = '\\]'
   }
 
-  #ends(open: Open, line: string): boolean {
+  #endsBlock(open: OpenBlock, line: string): boolean {
     const item = ITEM.test(line)
     if (open.list) {
-      if (item) return open.source.length > LONG
+      if (item) return open.source.length > SOFT_LIMIT
       return /^\s/.test(line) ? false : open.blank || HEADING.test(line) || FENCE.test(line)
     }
     if (open.blank || HEADING.test(line)) return true
-    return open.source.length > (open.source.startsWith('|') ? TOO_LONG : LONG)
+    return open.source.length > (open.source.startsWith('|') ? HARD_LIMIT : SOFT_LIMIT)
   }
 
   #breakLine(): void {
     const cut = this.#line.lastIndexOf(' ') + 1 || this.#line.length
     const rest = this.#line.slice(cut)
-    this.#take(this.#line.slice(0, cut), '')
-    this.#shut()
+    this.#addLine(this.#line.slice(0, cut), '')
+    this.#closeBlock()
     this.#line = rest
   }
 
-  #shut(): void {
+  #closeBlock(): void {
     const open = this.#open
     this.#open = null
     if (!open || (open.kind === 'text' && open.source.trim() === '')) return
@@ -194,14 +194,14 @@ export class MarkdownDocument {
   }
 }
 
-function fresh(kind: 'text' | 'code', fence: Fence | null): Open {
+function newBlock(kind: 'text' | 'code', fence: Fence | null): OpenBlock {
   return { kind, source: '', fence, math: '', list: false, blank: false }
 }
 
-/** Whether the line closes the fence, or may still come to (`half`). */
-function isClosing(line: string, fence: Fence | null, half: boolean): boolean {
+/** Whether the line closes the fence. `partial`: whether an incomplete line could still close it. */
+function isClosing(line: string, fence: Fence | null, partial: boolean): boolean {
   if (!fence) return false
   const words = line.trim()
   if (words === '' || [...words].some((char) => char !== fence.char)) return false
-  return half || words.length >= fence.length
+  return partial || words.length >= fence.length
 }

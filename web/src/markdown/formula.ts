@@ -1,17 +1,17 @@
-// Formulas are drawn by KaTeX, which is fetched when the first one is shown. It builds elements, never a string of HTML,
-// so the page's policy needs no exception for styles.
+// Renders formulas with KaTeX, which is loaded with the first formula. KaTeX builds elements instead of an HTML string,
+// so that the Content-Security-Policy needs no exception for styles.
 type Katex = typeof import('katex').default
 let katex: Promise<Katex> | null = null
 
-export function drawFormulas(root: ParentNode): void {
-  const found = [...root.querySelectorAll<HTMLElement>('.math:not([data-drawn])')]
-  if (found.length === 0) return
-  for (const element of found) element.dataset['drawn'] = ''
+export function renderFormulas(root: ParentNode): void {
+  const elements = [...root.querySelectorAll<HTMLElement>('.math:not([data-drawn])')]
+  if (elements.length === 0) return
+  for (const element of elements) element.dataset['drawn'] = ''
   katex ??= Promise.all([import('katex'), import('katex/dist/katex.min.css')]).then(([module]) => module.default)
-  katex.then((katex) => found.forEach((element) => draw(katex, element))).catch(() => undefined)
+  katex.then((katex) => elements.forEach((element) => renderFormula(katex, element))).catch(() => undefined)
 }
 
-function draw(katex: Katex, element: HTMLElement): void {
+function renderFormula(katex: Katex, element: HTMLElement): void {
   const tex = element.textContent ?? ''
   const displayMode = element.tagName === 'DIV'
   try {

@@ -1,4 +1,4 @@
-// Formulas in Markdown: $…$ and \(…\) in a line, $$…$$ and \[…\] as a block. Only marked here; drawn when KaTeX is there.
+// Formulas in Markdown: $…$ and \(…\) in a line, $$…$$ and \[…\] as a block. This plugin only marks them; formula.ts renders them.
 import type { MarkdownIt } from 'markdown-it'
 
 const PAIRS: [string, string, boolean][] = [
@@ -53,7 +53,7 @@ export function math(markdown: MarkdownIt): void {
   }
 }
 
-/** A dollar is money unless it holds on to its words on both sides. */
+/** Dollars delimit a formula only without spaces inside them and without a digit after them; otherwise they are money. */
 function isFormula(tex: string, next: string | undefined): boolean {
   return !/^\s|\s$|\n\s*\n/.test(tex) && !/\d/.test(next ?? '')
 }

@@ -1,32 +1,32 @@
-// HTML, SVG and Mermaid that a model wrote, shown beside their source. They run in a frame whose origin is an opaque one, and
-// whose policy, which the server sends with `preview.html`, allows no request.
+// Previews of HTML, SVG and Mermaid from a reply. They run in a frame with an opaque origin; the policy that the server sends
+// with `preview.html` allows no requests.
 import { strings } from '../strings'
 import { address } from '../transport/http'
 
 export type Kind = 'html' | 'svg' | 'mermaid'
 
 const KINDS: Record<string, Kind> = { html: 'html', htm: 'html', svg: 'svg', mermaid: 'mermaid' }
-let library: Promise<string> | null = null
+let mermaidSource: Promise<string> | null = null
 
-/** How code of this language is shown; null where it is only read. */
+/** The kind of preview for code in this language; null if there is none. */
 export function previewKind(language: string, source: string): Kind | null {
   const kind = KINDS[language.toLowerCase()] ?? null
   return kind ?? (/^(xml)?$/i.test(language) && /^\s*<svg[\s>]/i.test(source) ? 'svg' : null)
 }
 
-/** A frame that shows it. */
+/** Creates the preview frame. */
 export function previewFrame(kind: Kind, source: string): HTMLIFrameElement {
   const frame = document.createElement('iframe')
   frame.className = 'preview'
   frame.title = strings.markdown.previewOf(kind)
-  frame.setAttribute('sandbox', 'allow-scripts') // never the page's own origin
+  frame.setAttribute('sandbox', 'allow-scripts') // an opaque origin
   frame.referrerPolicy = 'no-referrer'
-  const ready = (event: MessageEvent): void => {
+  const handleReady = (event: MessageEvent): void => {
     if (event.source !== frame.contentWindow || event.data !== 'ready') return
-    removeEventListener('message', ready)
+    removeEventListener('message', handleReady)
     void send(frame, kind, source)
   }
-  addEventListener('message', ready)
+  addEventListener('message', handleReady)
   frame.src = address('preview.html')
   return frame
 }
@@ -38,9 +38,9 @@ async function send(frame: HTMLIFrameElement, kind: Kind, source: string): Promi
   frame.contentWindow?.postMessage(message, '*') // an opaque origin has no name
 }
 
-/** Mermaid's own build, as text: it is loaded on first use, and runs in the frame alone. */
+/** Mermaid's minified build as text, loaded on first use. It runs only in the frame. */
 function mermaid(): Promise<string> {
-  library ??= import('mermaid/dist/mermaid.min.js?url').then(async ({ default: url }) => (await fetch(url)).text())
-  library.catch(() => (library = null))
-  return library
+  mermaidSource ??= import('mermaid/dist/mermaid.min.js?url').then(async ({ default: url }) => (await fetch(url)).text())
+  mermaidSource.catch(() => (mermaidSource = null))
+  return mermaidSource
 }

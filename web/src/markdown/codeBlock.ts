@@ -1,4 +1,4 @@
-// Code with its language, a button that copies it, and colours when the highlighter is there.
+// A block of code with its language and a copy button. It is highlighted once highlight.js is loaded.
 import { strings } from '../strings'
 import { previewFrame, previewKind, type Kind } from './preview'
 
@@ -6,8 +6,8 @@ type Highlighter = typeof import('highlight.js/lib/common').default
 let highlighter: Highlighter | null = null
 let loading: Promise<Highlighter> | null = null
 
-const LIVE = 6000 // characters up to which code is coloured while it grows
-const MOST = 40_000 // and beyond which it never is: colouring takes its time
+const MAX_LIVE_LENGTH = 6000 // characters: longer code is not highlighted while it grows
+const MAX_LENGTH = 40_000 // characters: longer code is never highlighted, because it would take too long
 
 function withHighlighter(then: (highlighter: Highlighter) => void): void {
   if (highlighter) return then(highlighter)
@@ -15,15 +15,15 @@ function withHighlighter(then: (highlighter: Highlighter) => void): void {
   loading.then(then, () => undefined)
 }
 
-export class CodeView {
+export class CodeBlock {
   readonly element = document.createElement('figure')
   #code = document.createElement('code')
   #text: Text | null = null
-  #shown = ''
+  #source = ''
   #language: string
-  #coloured = 0
+  #highlightedAt = 0
   #preview: HTMLButtonElement | null = null
-  #copy: HTMLButtonElement
+  #copyButton: HTMLButtonElement
 
   constructor(info: string) {
     this.#language = info.split(/[\s,{]/)[0] ?? ''
@@ -31,14 +31,14 @@ export class CodeView {
     const head = document.createElement('figcaption')
     const name = document.createElement('span')
     name.textContent = this.#language || strings.markdown.plainText
-    const copy = document.createElement('button')
-    copy.type = 'button'
-    copy.className = 'quiet copy'
-    copy.textContent = strings.copy
-    copy.ariaLabel = strings.markdown.copyCode(this.#language || strings.markdown.plainText)
-    copy.addEventListener('click', () => void copied(copy, this.#shown))
-    this.#copy = copy
-    head.append(name, copy)
+    const copyButton = document.createElement('button')
+    copyButton.type = 'button'
+    copyButton.className = 'quiet copy'
+    copyButton.textContent = strings.copy
+    copyButton.ariaLabel = strings.markdown.copyCode(this.#language || strings.markdown.plainText)
+    copyButton.addEventListener('click', () => void copyToClipboard(copyButton, this.#source))
+    this.#copyButton = copyButton
+    head.append(name, copyButton)
     const pre = document.createElement('pre')
     pre.tabIndex = 0
     pre.dir = 'ltr'
@@ -47,14 +47,14 @@ export class CodeView {
   }
 
   update(source: string, whole: boolean): void {
-    if (source !== this.#shown) this.#write(source)
+    if (source !== this.#source) this.#write(source)
     const kind = whole && !this.#preview ? previewKind(this.#language, source) : null
-    if (kind) this.#offerPreview(kind)
-    if (source.length <= (whole ? MOST : LIVE) && (whole || performance.now() - this.#coloured > 250)) this.#colour(source)
+    if (kind) this.#addPreviewButton(kind)
+    if (source.length <= (whole ? MAX_LENGTH : MAX_LIVE_LENGTH) && (whole || performance.now() - this.#highlightedAt > 250)) this.#highlight(source)
   }
 
-  /** A button that shows it in a frame below its source, and takes the frame away again. */
-  #offerPreview(kind: Kind): void {
+  /** Adds a button that shows and hides the preview frame below the source. */
+  #addPreviewButton(kind: Kind): void {
     const button = document.createElement('button')
     button.type = 'button'
     button.className = 'quiet copy'
@@ -64,51 +64,51 @@ export class CodeView {
     let frame: HTMLIFrameElement | null = null
     button.addEventListener('click', () => {
       frame?.remove()
-      frame = frame ? null : previewFrame(kind, this.#shown)
+      frame = frame ? null : previewFrame(kind, this.#source)
       if (frame) this.element.append(frame)
       button.ariaExpanded = String(frame !== null)
     })
     this.#preview = button
-    this.#copy.before(button)
+    this.#copyButton.before(button)
   }
 
   #write(source: string): void {
-    if (this.#text?.isConnected && source.startsWith(this.#shown)) this.#text.appendData(source.slice(this.#shown.length))
+    if (this.#text?.isConnected && source.startsWith(this.#source)) this.#text.appendData(source.slice(this.#source.length))
     else {
-      this.#text = document.createTextNode(source.slice(this.#coloured ? this.#shown.length : 0))
-      if (this.#coloured && source.startsWith(this.#shown)) this.#code.append(this.#text)
+      this.#text = document.createTextNode(source.slice(this.#highlightedAt ? this.#source.length : 0))
+      if (this.#highlightedAt && source.startsWith(this.#source)) this.#code.append(this.#text)
       else {
         this.#text.data = source
         this.#code.replaceChildren(this.#text)
       }
     }
-    this.#shown = source
+    this.#source = source
   }
 
-  #colour(source: string): void {
+  #highlight(source: string): void {
     if (!this.#language) return
-    this.#coloured = performance.now()
+    this.#highlightedAt = performance.now()
     withHighlighter((highlighter) => {
-      if (this.#shown !== source || !highlighter.getLanguage(this.#language)) return
+      if (this.#source !== source || !highlighter.getLanguage(this.#language)) return
       this.#code.innerHTML = highlighter.highlight(source, { language: this.#language, ignoreIllegals: true }).value
       this.#text = null
     })
   }
 }
 
-/** Copies, and says so on the button. */
-export async function copied(button: HTMLElement, text: string): Promise<void> {
+/** Copies the text and shows the result on the button. */
+export async function copyToClipboard(button: HTMLElement, text: string): Promise<void> {
   const label = button.textContent
-  button.textContent = (await copy(text)) ? strings.copied : strings.copyFailed
+  button.textContent = (await copyText(text)) ? strings.copied : strings.copyFailed
   setTimeout(() => (button.textContent = label), 1500)
 }
 
-export async function copy(text: string): Promise<boolean> {
+export async function copyText(text: string): Promise<boolean> {
   try {
     await navigator.clipboard.writeText(text)
     return true
   } catch {
-    return copyBySelection(text) // browsers have no clipboard for pages without https
+    return copyBySelection(text) // pages without HTTPS have no clipboard API
   }
 }
 
@@ -118,7 +118,7 @@ function copyBySelection(text: string): boolean {
   area.className = 'unseen'
   document.body.append(area)
   area.select()
-  const done = document.execCommand('copy')
+  const copied = document.execCommand('copy')
   area.remove()
-  return done
+  return copied
 }
