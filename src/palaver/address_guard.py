@@ -23,6 +23,9 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 MAX_URL = 4096
 PORTS = {"http": 80, "https": 443}
 _PLAIN_URL = re.compile(r"https?://[^\s\\@\x00-\x1f\x7f]+", re.IGNORECASE)
+_GLOBAL_UNICAST = ipaddress.IPv6Network("2000::/3")
+"""Everything else is not of the public internet, also where Python's `is_global` says so: addresses of a site, of
+networks' own NAT64 (64:ff9b:1::/48), and the obsolete forms that contain an IPv4 address."""
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 
 
@@ -56,6 +59,8 @@ def is_public(address: Address) -> bool:
             inner = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
         if inner is not None:
             return is_public(inner)
+        if address not in _GLOBAL_UNICAST:
+            return False
     return address.is_global and not address.is_multicast
 
 

@@ -152,7 +152,9 @@ def test_refuses_everything_but_plain_urls(url: str) -> None:
         *[(address, False) for address in ("10.1.2.3", "192.168.0.1", "172.16.0.1", "100.64.0.1", "127.0.0.1")],
         *[(address, False) for address in ("224.0.0.1", "0.0.0.0", "255.255.255.255", "169.254.1.1")],
         *[(address, False) for address in ("::1", "fe80::1", "fc00::1", "::ffff:127.0.0.1", "64:ff9b::7f00:1", "::")],
-        *[(address, False) for address in ("2002:7f00:1::", "ff02::1")],
+        *[(address, False) for address in ("2002:7f00:1::", "ff02::1", "fec0::1", "64:ff9b:1::7f00:1")],
+        *[(address, False) for address in ("::127.0.0.1", "::8.8.8.8", "::ffff:0:127.0.0.1", "::ffff:0:8.8.8.8")],
+        *[(address, True) for address in ("::ffff:8.8.8.8", "64:ff9b::808:808", "2002:808:808::")],
     ],
 )
 def test_public_addresses(address: str, public: bool) -> None:
