@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 MAX_URL = 4096
 PORTS = {"http": 80, "https": 443}
-_PLAIN_URL = re.compile(r"https?://[^\s\\@\x00-\x1f\x7f]+", re.IGNORECASE)
+_PLAIN_URL = re.compile(r"https?://[^\s\\@%/?#\x00-\x1f\x7f]+([/?#][^\s\\\x00-\x1f\x7f]*)?", re.IGNORECASE)
+"""The host holds neither "@" nor an escape; the rest no backslash, which some parsers take for a slash."""
 _GLOBAL_UNICAST = ipaddress.IPv6Network("2000::/3")
 """Everything else is not of the public internet, also where Python's `is_global` says so: addresses of a site, of
 networks' own NAT64 (64:ff9b:1::/48), and the obsolete forms that contain an IPv4 address."""

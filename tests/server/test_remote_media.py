@@ -32,7 +32,7 @@ class Handler(BaseHTTPRequestHandler):
             self.send_header("Location", "/picture.png")
             self.end_headers()
             return
-        self.send_response(200 if self.path == "/picture.png" else 404)
+        self.send_response(200 if self.path in ("/picture.png", "/@me/picture.png?by=@me") else 404)
         self.end_headers()
         self.wfile.write(PICTURE)
 
@@ -63,6 +63,11 @@ OPEN = RemoteMedia(AddressGuard(to_loopback, lambda address: True))
 def test_downloads_from_the_address_that_was_checked(site: ThreadingHTTPServer) -> None:
     url = f"http://pictures.example:{site.server_port}/picture.png"
     assert OPEN.fetch(url) == PICTURE
+    assert site.hosts == [f"pictures.example:{site.server_port}"]  # type: ignore[attr-defined]
+
+
+def test_downloads_from_a_path_with_an_at_sign(site: ThreadingHTTPServer) -> None:
+    assert OPEN.fetch(f"http://pictures.example:{site.server_port}/@me/picture.png?by=@me#@") == PICTURE
     assert site.hosts == [f"pictures.example:{site.server_port}"]  # type: ignore[attr-defined]
 
 
@@ -131,6 +136,13 @@ def test_refuses_private_addresses_however_they_are_written(url: str) -> None:
         "http:\\\\evil",
         "http://good.example\\@127.0.0.1/",
         "http://user@127.0.0.1/",
+        "http://@127.0.0.1/",
+        "http://user:word@127.0.0.1/@me",
+        "http://good.example%40127.0.0.1/",
+        "http://good.example%5C@127.0.0.1/",
+        "http://good.example%2F@127.0.0.1/",
+        "http://good.example\uff20127.0.0.1/",
+        "http://good.example/\\@127.0.0.1/",
         "ftp://a.example/x",
         "http://",
         "http:///x",
