@@ -9,6 +9,7 @@ from functools import lru_cache
 _DIGIT_WORDS = "zero one two three four five six seven eight nine".split()
 _MONTHS = "January February March April May June July August September October November December".split()
 _CURRENCIES = {"$": ("dollar", "cent"), "€": ("euro", "cent"), "£": ("pound", "penny"), "¥": ("yen", "")}
+_FACTORS = {"k": "thousand", "M": "million", "B": "billion"}
 _MAX_DIGITS = 15
 """Numbers of this many digits or more are read digit by digit."""
 
@@ -18,7 +19,10 @@ _TIME = re.compile(r"\b([01]?\d|2[0-3]):([0-5]\d)(?!\d|:)")
 _MONEY = re.compile(
     rf"([$€£¥])\s?({_DIGITS})(?:\.(\d{{2}}))?(?!\d|\.\d)(?:\s(hundred|thousand|million|billion|trillion)\b)?"
 )
-_ORDINAL = re.compile(r"\b(\d+)(st|nd|rd|th)\b")
+_ORDINAL = re.compile(rf"\b({_DIGITS})(st|nd|rd|th)\b")
+_DECADE = re.compile(r"(?<![\w.,])(1[1-9]\d0|2\d\d0)['’]?s\b")
+_EXPONENT = re.compile(rf"(?<![\w.])(?<!\w-)((?:{_DIGITS})(?:\.\d+)?)[eE]\+?([-−]?\d{{1,3}})(?![\w-]|\.\d)")
+_FACTOR = re.compile(rf"(?<![\w.])((?:{_DIGITS})(?:\.\d+)?)([kMB])\b")
 _RANGE = re.compile(r"(?<![\w.-])(\d+(?:\.\d+)?)\s?[-–]\s?(\d+(?:\.\d+)?)(?![\w-]|\.\d)")
 _NUMBER = re.compile(rf"(?<![\w.])([-−+](?=\d))?({_DIGITS})((?:\.\d+)*)")
 _EMBEDDED_NUMBER = re.compile(r"\d+")
@@ -33,7 +37,7 @@ def _number_words(number: int, kind: str = "cardinal") -> str:
 
 
 def spell_numbers(text: str) -> str:
-    """Spells out every number; dates, times, money, ordinals and ranges as they are read aloud."""
+    """Spells out every number; dates, times, money, decades, ordinals, exponents and ranges as they are read aloud."""
     for pattern, read in _NUMBER_RULES:
         text = pattern.sub(read, text)
     return text
@@ -82,7 +86,13 @@ def _plural(word: str, count: int) -> str:
 
 
 def _spell_ordinal(found: re.Match[str]) -> str:
-    return _number_words(int(found[1]), "ordinal") if len(found[1]) < _MAX_DIGITS else found[0]
+    digits = found[1].replace(",", "")
+    return _number_words(int(digits), "ordinal") if len(digits) < _MAX_DIGITS else found[0]
+
+
+def _spell_decade(found: re.Match[str]) -> str:
+    words = _number_words(int(found[1]), "year")
+    return f"{words[:-1]}ies" if words.endswith("y") else f"{words}s"
 
 
 def _spell_number(found: re.Match[str]) -> str:
@@ -96,7 +106,10 @@ def _spell_number(found: re.Match[str]) -> str:
 _NUMBER_RULES = (
     (_DATE, _spell_date),
     (_TIME, _spell_time),
+    (_EXPONENT, lambda found: f"{found[1]} times 10 to the {found[2]}"),
+    (_FACTOR, lambda found: f"{found[1]} {_FACTORS[found[2]]}"),
     (_MONEY, _spell_money),
+    (_DECADE, _spell_decade),
     (_ORDINAL, _spell_ordinal),
     (_RANGE, lambda found: f"{found[1]} to {found[2]}"),
     (_NUMBER, _spell_number),
@@ -142,7 +155,7 @@ _SYMBOLS = tuple(
         (r"²", "squared"),
         (r"³", "cubed"),
         (r"(?<=\s)[-−](?=\s\d)(?<=\d\s[-−])", "minus"),
-        (r"\+(?!\d)|(?<=[\w)])\s*\+", "plus"),
+        (r"\+(?!\d)|(?<=[\w)])(?<!\d[eE])\s*\+", "plus"),
         (r"&", "and"),
         (r"%", "percent"),
         (r"‰", "per mille"),
