@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+from sqlalchemy import func, select
 
 from palaver.messages import Image, Message, Role, user
 from palaver.store import NotFound, Store
@@ -58,6 +59,16 @@ def test_lists_are_the_newest_first_page_by_page(store: Store, owner: str) -> No
     assert len(store.conversations.list(owner, tag="even")) == 3
     assert [one.id for one in store.conversations.list(owner, title="number 3")] == [made[3].id]
     assert store.conversations.list(owner, title="%") == ()
+
+
+@pytest.mark.parametrize("part", ["Ärger", "ärger", "ÄRGER", "mit über", "_5%"])
+def test_a_part_of_a_title_is_found_in_upper_and_lower_case(store: Store, owner: str, part: str) -> None:
+    with store.database.read_transaction() as connection:
+        if not store.database.is_sqlite and connection.scalar(select(func.lower("Ä"))) != "ä":
+            pytest.skip("the locale of this PostgreSQL has no letters outside ASCII")
+    made = new_conversation(store, title="Der Ärger mit Über_5%")
+    new_conversation(store, title="Der Arger mit Uber 55")
+    assert store.conversations.list(owner, title=part) == (made,)
 
 
 def test_a_deleted_conversation_is_hidden_until_restored(store: Store, owner: str) -> None:

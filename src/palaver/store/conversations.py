@@ -83,7 +83,7 @@ class Conversations:
         if tag is not None:
             query = query.where(conversations.c.id.in_(select(tags.c.conversation_id).where(tags.c.tag == tag)))
         if title:
-            query = query.where(func.lower(conversations.c.title).contains(title.lower(), autoescape=True))
+            query = query.where(self._database.contains(conversations.c.title, title))
         if pinned is not None:
             query = query.where(conversations.c.pinned.is_(pinned))
         with self._database.read_transaction() as connection:

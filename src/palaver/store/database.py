@@ -231,6 +231,12 @@ class Database:
             return literal(time.time_ns() // 1000, BigInteger)
         return cast(extract("epoch", func.clock_timestamp()) * 1_000_000, BigInteger)
 
+    def contains(self, column: ColumnElement[str], part: str) -> ColumnElement[bool]:
+        """Whether a column's text has this part, in upper or lower case. SQLite's own `lower` knows ASCII alone."""
+        if self.is_sqlite:
+            return func.casefold(column).contains(part.casefold(), autoescape=True)
+        return column.icontains(part, autoescape=True)
+
     def insert_new(self, connection: Connection, table: Table, values: Mapping[str, Any]) -> None:
         """Inserts a row unless there is one with the same key."""
         insert = sqlite.insert if self.is_sqlite else postgresql.insert
@@ -332,6 +338,7 @@ def _restrict_sqlite(path: Path) -> None:
 
 def _prepare_sqlite(connection: sqlite3.Connection, lock_timeout: float) -> None:
     connection.isolation_level = None  # the driver would begin and commit on its own
+    connection.create_function("casefold", 1, str.casefold, deterministic=True)
     _enable_wal(connection, lock_timeout)
     log = f"wal_autocheckpoint = {MAX_LOG_PAGES}"
     for pragma in ("foreign_keys = ON", "synchronous = FULL", "cache_size = -16000", log):
