@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -32,9 +33,20 @@ class Handler(BaseHTTPRequestHandler):
             self.send_header("Location", "/picture.png")
             self.end_headers()
             return
+        if self.path == "/trickle":
+            self.trickle()
+            return
         self.send_response(200 if self.path in ("/picture.png", "/@me/picture.png?by=@me") else 404)
         self.end_headers()
         self.wfile.write(PICTURE)
+
+    def trickle(self) -> None:
+        """Sends headers without end, each well before a read times out."""
+        self.send_response(200)
+        with suppress(OSError):
+            while not self.server.closing.wait(0.05):  # type: ignore[attr-defined]
+                self.send_header("X", "y")
+                self.flush_headers()
 
     def log_message(self, *args: object) -> None:
         pass
@@ -44,9 +56,11 @@ class Handler(BaseHTTPRequestHandler):
 def site() -> Iterator[ThreadingHTTPServer]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.hosts = []  # type: ignore[attr-defined]
+    server.closing = threading.Event()  # type: ignore[attr-defined]
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     yield server
+    server.closing.set()  # type: ignore[attr-defined]
     server.shutdown()
     thread.join()
     server.server_close()
@@ -99,6 +113,11 @@ def test_follows_no_redirect(site: ThreadingHTTPServer, path: str) -> None:
 def test_ends_at_the_limit(site: ThreadingHTTPServer) -> None:
     with pytest.raises(BadMedia, match="is larger than"):
         replace(OPEN, max_bytes=10).fetch(f"http://pictures.example:{site.server_port}/picture.png")
+
+
+def test_the_time_limit_includes_the_headers(site: ThreadingHTTPServer) -> None:
+    with pytest.raises(BadMedia, match=r"could not be downloaded within 0\.3 s"):
+        replace(OPEN, total_seconds=0.3).fetch(f"http://pictures.example:{site.server_port}/trickle")
 
 
 def test_refuses_if_one_address_is_private(site: ThreadingHTTPServer) -> None:

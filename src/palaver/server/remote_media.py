@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
+import asyncio
 from dataclasses import dataclass, field
 
 import httpx
 
-from palaver.address_guard import PORTS, AddressGuard, BadAddress, parse_url
+from palaver.address_guard import PORTS, Address, AddressGuard, BadAddress, parse_url
 from palaver.media import BadMedia, MediaLimits
 
 MAX_BYTES = MediaLimits().bytes
@@ -19,34 +19,40 @@ TOTAL_SECONDS = 30.0
 class RemoteMedia:
     guard: AddressGuard = field(default_factory=AddressGuard)
     max_bytes: int = MAX_BYTES
+    total_seconds: float = TOTAL_SECONDS
+    """From the connection to the last byte."""
 
     def fetch(self, url: str) -> bytes:
-        """Blocking. Raises BadMedia."""
+        """Blocking: call it in a thread. Raises BadMedia."""
         try:
             target = parse_url(url)
             address = self.guard.pin(target.host, target.port or PORTS[target.scheme])
         except BadAddress as error:
             raise BadMedia("", str(error)) from None
-        pinned = target.copy_with(host=str(address))
+        return asyncio.run(self._download(target, address))
+
+    async def _download(self, target: httpx.URL, address: Address) -> bytes:
         headers = {"Host": target.netloc.decode("ascii"), "Accept": "*/*", "User-Agent": "palaver"}
-        timeout = httpx.Timeout(CONNECT_SECONDS)
+        timeout, extensions = httpx.Timeout(CONNECT_SECONDS), {"sni_hostname": target.host}
+        pinned = target.copy_with(host=str(address))
         try:
-            with (
-                httpx.Client(trust_env=False, follow_redirects=False, timeout=timeout) as client,
-                client.stream("GET", pinned, headers=headers, extensions={"sni_hostname": target.host}) as response,
+            async with (
+                asyncio.timeout(self.total_seconds),
+                httpx.AsyncClient(trust_env=False, follow_redirects=False, timeout=timeout) as client,
+                client.stream("GET", pinned, headers=headers, extensions=extensions) as response,
             ):
-                return self._read(response)
+                return await self._read(response)
         except httpx.HTTPError:
             raise BadMedia("", "could not be downloaded") from None
+        except TimeoutError:
+            raise BadMedia("", f"could not be downloaded within {self.total_seconds:g} s") from None
 
-    def _read(self, response: httpx.Response) -> bytes:
+    async def _read(self, response: httpx.Response) -> bytes:
         if response.status_code != 200:
             raise BadMedia("", f"could not be downloaded: its server answered {response.status_code}")
-        data, end = bytearray(), time.monotonic() + TOTAL_SECONDS
-        for chunk in response.iter_bytes():
+        data = bytearray()
+        async for chunk in response.aiter_bytes():
             data += chunk
             if len(data) > self.max_bytes:
                 raise BadMedia("", f"is larger than {self.max_bytes >> 20} MB")
-            if time.monotonic() > end:
-                raise BadMedia("", f"could not be downloaded within {TOTAL_SECONDS:g} s")
         return bytes(data)
