@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import ipaddress
 import threading
 from collections.abc import Iterator, Sequence
@@ -33,6 +34,13 @@ class Handler(BaseHTTPRequestHandler):
             self.send_header("Location", "/picture.png")
             self.end_headers()
             return
+        if self.path == "/compressed":
+            self.server.codings.append(self.headers["Accept-Encoding"])  # type: ignore[attr-defined]
+            self.send_response(200)
+            self.send_header("Content-Encoding", "gzip, gzip")
+            self.end_headers()
+            self.wfile.write(gzip.compress(gzip.compress(bytes(1 << 20))))
+            return
         if self.path == "/trickle":
             self.trickle()
             return
@@ -55,7 +63,7 @@ class Handler(BaseHTTPRequestHandler):
 @pytest.fixture
 def site() -> Iterator[ThreadingHTTPServer]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.hosts = []  # type: ignore[attr-defined]
+    server.hosts, server.codings = [], []  # type: ignore[attr-defined]
     server.closing = threading.Event()  # type: ignore[attr-defined]
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
@@ -113,6 +121,12 @@ def test_follows_no_redirect(site: ThreadingHTTPServer, path: str) -> None:
 def test_ends_at_the_limit(site: ThreadingHTTPServer) -> None:
     with pytest.raises(BadMedia, match="is larger than"):
         replace(OPEN, max_bytes=10).fetch(f"http://pictures.example:{site.server_port}/picture.png")
+
+
+def test_refuses_a_compressed_body(site: ThreadingHTTPServer) -> None:
+    with pytest.raises(BadMedia, match="its server compresses it"):
+        OPEN.fetch(f"http://pictures.example:{site.server_port}/compressed")
+    assert site.codings == ["identity"]  # type: ignore[attr-defined]
 
 
 def test_the_time_limit_includes_the_headers(site: ThreadingHTTPServer) -> None:

@@ -13,6 +13,8 @@ from palaver.media import BadMedia, MediaLimits
 MAX_BYTES = MediaLimits().bytes
 CONNECT_SECONDS = 10.0
 TOTAL_SECONDS = 30.0
+IDENTITY = "identity"
+"""The content coding of plain bytes. Other codings are refused: a few bytes may become any number of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +34,12 @@ class RemoteMedia:
         return asyncio.run(self._download(target, address))
 
     async def _download(self, target: httpx.URL, address: Address) -> bytes:
-        headers = {"Host": target.netloc.decode("ascii"), "Accept": "*/*", "User-Agent": "palaver"}
+        headers = {
+            "Host": target.netloc.decode("ascii"),
+            "Accept": "*/*",
+            "Accept-Encoding": IDENTITY,
+            "User-Agent": "palaver",
+        }
         timeout, extensions = httpx.Timeout(CONNECT_SECONDS), {"sni_hostname": target.host}
         pinned = target.copy_with(host=str(address))
         try:
@@ -50,8 +57,10 @@ class RemoteMedia:
     async def _read(self, response: httpx.Response) -> bytes:
         if response.status_code != 200:
             raise BadMedia("", f"could not be downloaded: its server answered {response.status_code}")
+        if response.headers.get("content-encoding", IDENTITY).strip().lower() != IDENTITY:
+            raise BadMedia("", "could not be downloaded: its server compresses it, which was not requested")
         data = bytearray()
-        async for chunk in response.aiter_bytes():
+        async for chunk in response.aiter_raw():
             data += chunk
             if len(data) > self.max_bytes:
                 raise BadMedia("", f"is larger than {self.max_bytes >> 20} MB")
