@@ -70,8 +70,9 @@ class Recovery:
         """One that fails is marked interrupted and keeps its tokens."""
         try:
             model = await self._load_model(models, name, ids)
-            for id in await self._turns.claim_orphans(ids) if model is not None and not self._turns.closing else ():
-                assert model is not None
+            if model is None or self._turns.closing:
+                return
+            for id in await self._turns.claim_orphans(ids):
                 try:
                     await outlast_all(partial(self._take_over, model, id))
                 except Exception as error:
@@ -84,17 +85,25 @@ class Recovery:
 
     async def _load_model(self, models: ModelPool, name: str, ids: Sequence[str]) -> Model | None:
         """The model that continues the replies; None if it is not offered here, or can't be loaded now."""
+        if name and not models.offers(name):
+            self._log_waiting(name, len(ids), "it is not offered here")
+            return None
         try:
-            if not name or models.offers(name):
-                return await models.for_reply(name)
-            why = "it is not offered here"
-        except PalaverError as error:
-            why = str(error)
+            model = await models.for_reply(name)
+        except Exception as error:
             self._retry_at[name] = time.monotonic() + RETRY_SECONDS
+            if not isinstance(error, PalaverError):
+                raise
+            self._log_waiting(name, len(ids), str(error))
+            return None
+        self._waiting.discard(name)
+        return model
+
+    def _log_waiting(self, name: str, count: int, why: str) -> None:
+        """Logs that replies wait for their model, once until it is loaded."""
         if name not in self._waiting:
             self._waiting.add(name)
-            _log.warning("%d replies wait for a server with the model %s: %s", len(ids), name, why)
-        return None
+            _log.warning("%d replies wait for a server with the model %s: %s", count, name, why)
 
     async def _rewrite(self, models: ModelPool, reply: StoredMessage) -> None:
         """Writes the text of an interrupted reply from its tokens."""
