@@ -1,13 +1,19 @@
-"""What a process frees goes back to the system."""
+"""What is available, by files of control groups that are made up here, and what a process frees."""
 
 from __future__ import annotations
 
 import platform
 import subprocess
 import sys
+from pathlib import Path
 
+import psutil
 import pytest
 
+import palaver.memory
+from palaver.memory import available_bytes
+
+GIB = 1 << 30
 THREADS, BLOCK_MB = 4, 26
 SCRIPT = f"""
 import threading
@@ -35,6 +41,58 @@ give_back_unused()
 print(memory_mb() - before)
 done.set()
 """
+
+
+@pytest.fixture
+def groups(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A machine with 64 GiB available, without limits. Returns the folder of its control groups."""
+    machine = type("Memory", (), {"available": 64 * GIB})
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: machine)
+    monkeypatch.setattr(palaver.memory, "CONTROL_GROUPS", tmp_path / "groups")
+    monkeypatch.setattr(palaver.memory, "MEMBERSHIP", tmp_path / "membership")
+    (tmp_path / "groups" / "outer" / "inner").mkdir(parents=True)
+    (tmp_path / "membership").write_text("0::/outer/inner\n")
+    return tmp_path / "groups"
+
+
+def write_group(folder: Path, limit: str, used: int, cache: int = 0) -> None:
+    (folder / "memory.max").write_text(f"{limit}\n")
+    (folder / "memory.current").write_text(f"{used}\n")
+    (folder / "memory.stat").write_text(f"anon {used - cache}\nfile {cache}\ninactive_file {cache}\n")
+
+
+@pytest.mark.usefixtures("groups")
+def test_without_a_limit_the_memory_of_the_machine_is_available(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert available_bytes() == 64 * GIB
+    monkeypatch.setattr(palaver.memory, "MEMBERSHIP", tmp_path / "missing")
+    assert available_bytes() == 64 * GIB
+
+
+@pytest.mark.parametrize("group", ["outer/inner", "outer", "."])
+@pytest.mark.parametrize(
+    ("limit", "used", "cache", "available"),
+    [
+        (str(8 * GIB), 3 * GIB, 0, 5 * GIB),
+        (str(8 * GIB), 8 * GIB, 2 * GIB, 2 * GIB),
+        (str(GIB), 2 * GIB, 0, 0),
+        (str(500 * GIB), 2 * GIB, 0, 64 * GIB),
+        ("max", 2 * GIB, 0, 64 * GIB),
+        ("nonsense", 2 * GIB, 0, 64 * GIB),
+    ],
+)
+def test_a_control_group_limits_what_is_available(
+    groups: Path, group: str, limit: str, used: int, cache: int, available: int
+) -> None:
+    write_group(groups / group, limit, used, cache)
+    assert available_bytes() == available
+
+
+def test_the_tightest_control_group_counts(groups: Path) -> None:
+    write_group(groups / "outer", str(16 * GIB), 12 * GIB)
+    write_group(groups / "outer" / "inner", str(8 * GIB), GIB)
+    assert available_bytes() == 4 * GIB
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="an option of glibc")

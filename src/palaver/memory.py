@@ -1,5 +1,5 @@
-"""The memory of this machine: how much is available, returning what a process no longer uses, and when Python looks for
-garbage."""
+"""The memory of this machine: how much is available, also by the limits of control groups, returning what a process no
+longer uses, and when Python looks for garbage."""
 
 from __future__ import annotations
 
@@ -7,19 +7,46 @@ import ctypes
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
+CONTROL_GROUPS, MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 LARGE_BLOCK_BYTES = 1 << 20
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-"""Names of glibc's options."""
+"""glibc's mallopt parameter numbers."""
 
 
 def available_bytes() -> int | None:
-    """Host memory that is available without swapping; None without psutil, which the engine runs without."""
+    """Host memory that is available without swapping, within the limits of the control groups; None if psutil is not
+    installed."""
     try:
         import psutil
     except ImportError:
         return None
-    return psutil.virtual_memory().available
+    return min((psutil.virtual_memory().available, *_group_available()))
+
+
+def control_groups() -> Iterator[Path]:
+    """The folders of the control group (cgroup v2) of this process and of those above it; none where there are none."""
+    try:
+        paths = [line.partition("::")[2] for line in MEMBERSHIP.read_text("utf-8").splitlines() if "::" in line]
+    except (OSError, ValueError):
+        return
+    for path in paths:
+        group = CONTROL_GROUPS / path.strip("/")
+        for folder in (group, *group.parents):
+            yield folder
+            if folder == CONTROL_GROUPS:
+                break
+
+
+def _group_available() -> Iterator[int]:
+    """What each control group with a limit has available. Its cache of files that were not used lately counts as
+    available: the kernel drops it first."""
+    for folder in control_groups():
+        with suppress(OSError, ValueError):  # "max", or no file at the root
+            limit, used = (int((folder / name).read_text("utf-8")) for name in ("memory.max", "memory.current"))
+            statistics = dict(line.split() for line in (folder / "memory.stat").read_text("utf-8").splitlines())
+            yield max(0, limit - used + int(statistics.get("inactive_file", 0)))
 
 
 def return_large_blocks() -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-import palaver.engines.machine
+import palaver.memory
 from palaver.engines.compiled.decoder import IdleCores
 from palaver.engines.machine import usable_cores
 
@@ -15,8 +15,8 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A machine with eight cores, without limits. Returns the folder of its control groups."""
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
-    monkeypatch.setattr(palaver.engines.machine, "CONTROL_GROUPS", tmp_path / "groups")
-    monkeypatch.setattr(palaver.engines.machine, "MEMBERSHIP", tmp_path / "membership")
+    monkeypatch.setattr(palaver.memory, "CONTROL_GROUPS", tmp_path / "groups")
+    monkeypatch.setattr(palaver.memory, "MEMBERSHIP", tmp_path / "membership")
     (tmp_path / "groups" / "outer" / "inner").mkdir(parents=True)
     (tmp_path / "membership").write_text("0::/outer/inner\n")
     return tmp_path / "groups"
@@ -53,7 +53,7 @@ def test_a_control_group_limits_them(machine: Path, group: str, limit: str, usab
 
 @pytest.mark.usefixtures("machine")
 def test_without_control_groups_there_is_no_limit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(palaver.engines.machine, "MEMBERSHIP", tmp_path / "missing")
+    monkeypatch.setattr(palaver.memory, "MEMBERSHIP", tmp_path / "missing")
     assert usable_cores() == 8
 
 

@@ -9,9 +9,10 @@ from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
+from palaver.memory import control_groups
+
 ACCELERATOR_FILES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg", "/dev/kfd", "/dev/nvhost-gpu")
 """Devices of NVIDIA's and AMD's drivers, and of Windows in a Linux subsystem."""
-CONTROL_GROUPS, MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def has_accelerator() -> bool:
@@ -42,17 +43,9 @@ def usable_cores() -> int:
 
 def _group_limit() -> float | None:
     """Cores by the limits of the control group (cgroup v2) and those above it; None if there is no limit."""
-    try:
-        paths = [line.partition("::")[2] for line in MEMBERSHIP.read_text("utf-8").splitlines() if "::" in line]
-    except (OSError, ValueError):
-        return None
     limits = []
-    for path in paths:
-        group = CONTROL_GROUPS / path.strip("/")
-        for folder in (group, *group.parents):
-            with suppress(OSError, ValueError):  # "max", or no file at the root
-                quota, period = (folder / "cpu.max").read_text("utf-8").split()
-                limits.append(int(quota) / int(period))
-            if folder == CONTROL_GROUPS:
-                break
+    for folder in control_groups():
+        with suppress(OSError, ValueError):  # "max", or no file at the root
+            quota, period = (folder / "cpu.max").read_text("utf-8").split()
+            limits.append(int(quota) / int(period))
     return min(limits, default=None)
