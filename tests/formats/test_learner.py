@@ -264,6 +264,20 @@ def test_declared_stop_strings_are_learned() -> None:
     assert make_format(family)[0].facts.stop_strings == ("</s>", "User:")
 
 
+def test_a_call_without_its_last_argument_shows_no_end_of_the_turn() -> None:
+    """The template writes the names of the arguments, but no values."""
+    source = (
+        "{{ tools | tojson }}"
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content or '' }}"
+        "{% for call in m.tool_calls or () %} Called: <|tool|>"
+        "{{ call.function.name }} with {{ call.function.arguments | join(', ') }}{% endfor %}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    facts = learn(Template(source), {}, {})
+    assert facts.calls is not None
+    assert facts.turn_ends == ("<|end|>",)
+
+
 def test_tools_may_be_offered_without_telling_the_reader() -> None:
     """A state of calls that is entered where the reader knows no tools is read all the same."""
     for family in (f for f in FAMILIES.values() if f.calls):

@@ -32,6 +32,8 @@ from palaver.formats.tool_calls.samples import (
     ARGUMENTS,
     LISTED_ARGUMENTS,
     NAME,
+    NUMBER_VALUE,
+    TEXT_KEY,
     CallSamples,
     sample_calls,
     sample_tools,
@@ -245,7 +247,7 @@ class Learner:
     ) -> tuple[bool, CallSamples | None]:
         for as_text in (False, True):
             one = self._prober.call_reply(1, as_text)
-            if one is None or "first_key_q" not in one:
+            if one is None or TEXT_KEY not in one:
                 continue
             two = self._prober.call_reply(2, as_text)
             none = self._prober.call_reply(1, as_text, {})
@@ -348,7 +350,9 @@ class Learner:
 
     def _call_ends(self, samples: CallSamples, syntax: syntaxes.CallSyntax, ends: tuple[str, ...]) -> tuple[str, ...]:
         """The marker after calls, if it is no part of the syntax and does not end an answer."""
-        tail = samples.one[samples.one.rfind("47113") + 5 :]
+        _, last_argument, tail = samples.one.rpartition(str(NUMBER_VALUE))
+        if not last_argument:
+            return ()
         syntax_text = repr(syntax)
         for part in split_marker(tail):
             if part in ends:
@@ -362,7 +366,7 @@ class Learner:
     def _calls_from_instructions(self) -> syntaxes.CallSyntax | None:
         """A template that renders tools but no calls may describe the syntax of calls in its instructions."""
         prompt = self._prober.render([user_message()], True, tools=sample_tools())
-        if prompt is None or "first_key_q" not in prompt:
+        if prompt is None or TEXT_KEY not in prompt:
             return None
         syntax = learn_from_instructions(prompt, list(self._prober.texts()), self._control)
         if syntax is not None:
