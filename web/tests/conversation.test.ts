@@ -3,7 +3,7 @@ import { compareMode } from '../src/state/compare.svelte'
 import { Conversation } from '../src/state/conversation.svelte'
 import { model } from '../src/state/model.svelte'
 import { notices } from '../src/state/notices.svelte'
-import { once, Refused, Unreachable } from '../src/transport/http'
+import { requestOnce, ApiError, UnreachableError } from '../src/transport/http'
 import type { Stream } from '../src/transport/stream'
 import type { Comparison, ModelCard, Node, Status, Stored, StoredReply } from '../src/transport/types'
 
@@ -11,7 +11,7 @@ import type { Comparison, ModelCard, Node, Status, Stored, StoredReply } from '.
 class Server {
   nodes: Node[] = []
   cursor: string | null = null
-  asked: { method: string; path: string; body: unknown; key: string | null }[] = []
+  requests: { method: string; path: string; body: unknown; key: string | null }[] = []
   failing = 0
   gone = false
   full = false
@@ -41,7 +41,7 @@ class Server {
     const method = init.method ?? 'GET'
     const body = typeof init.body === 'string' ? JSON.parse(init.body) : null
     const key = (init.headers as Record<string, string>)['idempotency-key'] ?? null
-    this.asked.push({ method, path: url.pathname, body, key })
+    this.requests.push({ method, path: url.pathname, body, key })
     if (this.failing > 0) {
       this.failing -= 1
       throw new TypeError('network')
@@ -92,7 +92,7 @@ class Server {
   }
 }
 
-const stream = { follow: () => undefined, unfollow: () => undefined } as unknown as Stream
+const stream = { subscribe: () => undefined, unsubscribe: () => undefined } as unknown as Stream
 let server: Server
 
 beforeEach(() => {
@@ -148,7 +148,7 @@ describe('the conversation that is open', () => {
     compareMode.set(true, false, [{ parameters: {} }, { parameters: { temperature: 0 } }])
     expect(await conversation.say([{ type: 'text', text: 'a' }], 'key')).toBe(true)
     compareMode.set(false, false, compareMode.columns)
-    expect(server.asked.find((one) => one.path.endsWith('/compare'))?.key).toBe('key')
+    expect(server.requests.find((one) => one.path.endsWith('/compare'))?.key).toBe('key')
     expect(ids(conversation)).toEqual(['said'])
     expect(conversation.comparison?.id).toBe('k')
     const column = conversation.column('two')
@@ -191,10 +191,10 @@ describe('the conversation that is open', () => {
     await settled()
     expect(ids(conversation)).toEqual(['a', 'said', 'reply'])
     expect(conversation.pending).toBe(null)
-    const said = server.asked.filter((one) => one.path.endsWith('/say'))
+    const said = server.requests.filter((one) => one.path.endsWith('/say'))
     expect(said).toHaveLength(1)
     expect(said[0]).toMatchObject({ key: 'key', body: { parent: 'a' } })
-    expect(server.asked.filter((one) => one.method === 'PUT')).toHaveLength(1)
+    expect(server.requests.filter((one) => one.method === 'PUT')).toHaveLength(1)
   })
 
   it('goes on and forks with a key, sent again with the same one after a cut', async () => {
@@ -207,7 +207,7 @@ describe('the conversation that is open', () => {
       const doing = what === 'fork' ? conversation.fork(server.stored('b'), 3, 7) : conversation.goOn(server.stored('b'))
       await vi.advanceTimersByTimeAsync(5000)
       expect(await doing).toBe(true)
-      const sent = server.asked.filter((one) => one.path.endsWith(`/${what}`))
+      const sent = server.requests.filter((one) => one.path.endsWith(`/${what}`))
       expect(sent).toHaveLength(3)
       expect(sent[0]?.key).toMatch(/^[0-9a-f]{32}$/)
       expect(new Set(sent.map((one) => one.key)).size).toBe(1)
@@ -232,8 +232,8 @@ describe('the conversation that is open', () => {
     conversation.full?.choose('always')
     expect(await always).toBe(true)
     expect(ids(conversation)).toEqual(['a', 'said', 'reply'])
-    expect(server.asked.find((one) => one.method === 'PATCH')?.body).toEqual({ parameters: { overflow: 'shorten' } })
-    expect(server.asked.findLast((one) => one.path.endsWith('/say'))?.body).toMatchObject({ parameters: { overflow: 'shorten' } })
+    expect(server.requests.find((one) => one.method === 'PATCH')?.body).toEqual({ parameters: { overflow: 'shorten' } })
+    expect(server.requests.findLast((one) => one.path.endsWith('/say'))?.body).toMatchObject({ parameters: { overflow: 'shorten' } })
   })
 
   it('says why something failed until it is done after all', async () => {
@@ -281,19 +281,19 @@ describe('a write with a key', () => {
   it('is sent again while the server can’t be reached', async () => {
     server.add('a', null)
     server.failing = 2
-    const writing = once('api/conversations/c/say', { method: 'POST', json: { parent: 'a' }, key: 'k' })
+    const writing = requestOnce('api/conversations/c/say', { method: 'POST', json: { parent: 'a' }, key: 'k' })
     await vi.advanceTimersByTimeAsync(5000)
     await writing
-    expect(server.asked.map((one) => one.key)).toEqual(['k', 'k', 'k'])
+    expect(server.requests.map((one) => one.key)).toEqual(['k', 'k', 'k'])
   })
 
   it('is given up on after a while, and at once where the server says no', async () => {
     server.failing = 100
-    const lost = expect(once('api/x', { method: 'POST', key: 'k' })).rejects.toBeInstanceOf(Unreachable)
+    const lost = expect(requestOnce('api/x', { method: 'POST', key: 'k' })).rejects.toBeInstanceOf(UnreachableError)
     await vi.advanceTimersByTimeAsync(60_000)
     await lost
     server.failing = 0
     server.gone = true
-    await expect(once('api/x', { method: 'POST', key: 'k' })).rejects.toBeInstanceOf(Refused)
+    await expect(requestOnce('api/x', { method: 'POST', key: 'k' })).rejects.toBeInstanceOf(ApiError)
   })
 })

@@ -1,6 +1,6 @@
 import { afterEach, beforeEach, describe, expect, it, vi } from 'vitest'
 import { notices } from '../src/state/notices.svelte'
-import { Unreachable } from '../src/transport/http'
+import { UnreachableError } from '../src/transport/http'
 
 const texts = (): string[] => notices.all.map((one) => one.lines.map(({ text, times }) => (times > 1 ? `${text} ×${times}` : text)).join(' | '))
 
@@ -28,7 +28,7 @@ describe('notices', () => {
     expect(texts()).toEqual(['not sent'])
     notices.settle('action')
     expect(texts()).toEqual([])
-    notices.fail(new Unreachable())
+    notices.fail(new UnreachableError())
     notices.settle('action', 'running', 'file')
     expect(texts()).toHaveLength(1)
     notices.settle('connection')

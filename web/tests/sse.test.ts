@@ -1,5 +1,5 @@
 import { describe, expect, it } from 'vitest'
-import { Parser } from '../src/transport/sse'
+import { EventParser } from '../src/transport/sse'
 
 const STREAM = 'id: 3\ndata: {"a":1}\n\n: beat\n\nevent: error\r\ndata: x\r\ndata: y\r\n\r\ndata: ✓\n\n'
 const WHOLE = [
@@ -11,13 +11,13 @@ const WHOLE = [
 describe('events in a stream', () => {
   it('are the same wherever the stream is cut', () => {
     for (let cut = 0; cut <= STREAM.length; cut += 1) {
-      const parser = new Parser()
+      const parser = new EventParser()
       expect([...parser.feed(STREAM.slice(0, cut)), ...parser.feed(STREAM.slice(cut))]).toEqual(WHOLE)
     }
   })
 
   it('are not told before they are whole', () => {
-    const parser = new Parser()
+    const parser = new EventParser()
     expect(parser.feed('data: half\n')).toEqual([])
     expect(parser.feed('\n')).toHaveLength(1)
   })

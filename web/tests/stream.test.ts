@@ -1,6 +1,6 @@
 import { afterEach, beforeEach, describe, expect, it, vi } from 'vitest'
 import { Turn } from '../src/state/turn.svelte'
-import { Refused } from '../src/transport/http'
+import { ApiError } from '../src/transport/http'
 import { Stream, type Listener } from '../src/transport/stream'
 import type { Event, Follow, StreamItem } from '../src/transport/types'
 
@@ -10,19 +10,19 @@ const END: Event = { type: 'finished', finish: 'end', usage: { prompt_tokens: 1,
 
 /** A server with one turn, whose every connection is cut after some bytes. */
 class Server {
-  asked: Follow[] = []
+  requests: Follow[] = []
   open = 0
   constructor(
     private readonly cuts: number[],
     private readonly refuse: () => Error | null = () => null,
   ) {}
 
-  connect = async (asked: Follow, signal: AbortSignal): Promise<ReadableStream<Uint8Array>> => {
-    this.asked.push(asked)
+  connect = async (request: Follow, signal: AbortSignal): Promise<ReadableStream<Uint8Array>> => {
+    this.requests.push(request)
     const refusal = this.refuse()
     if (refusal) throw refusal
     const items: StreamItem[] = [{ type: 'opened' }]
-    for (const { turn, after = 0 } of asked.turns ?? []) {
+    for (const { turn, after = 0 } of request.turns ?? []) {
       EVENTS.forEach((event, index) => index >= after && items.push({ type: 'turn', turn, number: index + 1, event }))
       items.push({ type: 'turn', turn, number: EVENTS.length, event: END })
     }
@@ -50,10 +50,10 @@ const listener = (): Listener & { log: string[] } => {
   const log: string[] = []
   return {
     log,
-    changed: (change) => log.push(change.what),
-    opened: () => log.push('opened'),
-    connected: (is) => log.push(is ? 'connected' : 'cut'),
-    unauthorized: () => log.push('unauthorized'),
+    onChange: (change) => log.push(change.what),
+    onOpen: () => log.push('opened'),
+    onConnection: (connected) => log.push(connected ? 'connected' : 'cut'),
+    onUnauthorized: () => log.push('unauthorized'),
   }
 }
 
@@ -67,16 +67,16 @@ afterEach(() => {
 describe('the stream of a tab', () => {
   it('is read whole through fifty cuts, with nothing missing and nothing twice', async () => {
     const server = new Server(Array.from({ length: 50 }, (_, index) => 90 + ((index * 37) % 400)))
-    const told = listener()
-    const stream = new Stream(told, server.connect)
+    const recorder = listener()
+    const stream = new Stream(recorder, server.connect)
     const turn = new Turn()
-    stream.follow('t', turn)
+    stream.subscribe('t', turn)
     stream.resume()
     for (let count = 0; count < 400 && !turn.ended; count += 1) await vi.advanceTimersByTimeAsync(6000)
     expect(turn.ended).toBe(true)
     expect(turn.text).toBe(WORDS.join(''))
-    expect(server.asked.length).toBeGreaterThan(10)
-    expect(told.log).toContain('cut')
+    expect(server.requests.length).toBeGreaterThan(10)
+    expect(recorder.log).toContain('cut')
     stream.release()
   })
 
@@ -86,14 +86,14 @@ describe('the stream of a tab', () => {
     stream.resume()
     await vi.advanceTimersByTimeAsync(10)
     const [a, b] = [new Turn(), new Turn()]
-    a.take(1, EVENTS[0]!)
-    stream.follow('a', a)
-    stream.follow('b', b)
+    a.apply(1, EVENTS[0]!)
+    stream.subscribe('a', a)
+    stream.subscribe('b', b)
     await vi.advanceTimersByTimeAsync(10)
-    expect(server.asked).toHaveLength(2)
-    expect(server.asked[1]).toEqual({ turns: [{ turn: 'a', after: 1 }, { turn: 'b', after: 0 }], changes: true })
+    expect(server.requests).toHaveLength(2)
+    expect(server.requests[1]).toEqual({ turns: [{ turn: 'a', after: 1 }, { turn: 'b', after: 0 }], changes: true })
     expect(a.text).toBe(WORDS.join(''))
-    expect(stream.following).toEqual([])
+    expect(stream.subscriptions).toEqual([])
     stream.release()
   })
 
@@ -107,36 +107,36 @@ describe('the stream of a tab', () => {
     stream.release()
     await vi.advanceTimersByTimeAsync(60_000)
     expect(server.open).toBe(0)
-    expect(server.asked.length).toBeLessThanOrEqual(2)
+    expect(server.requests.length).toBeLessThanOrEqual(2)
   })
 
   it('takes a connection that says nothing for dead', async () => {
     const server = new Server([])
-    const told = listener()
-    const stream = new Stream(told, server.connect)
+    const recorder = listener()
+    const stream = new Stream(recorder, server.connect)
     stream.resume()
     await vi.advanceTimersByTimeAsync(46_000)
-    expect(told.log).toContain('cut')
-    expect(server.asked.length).toBeGreaterThan(1)
+    expect(recorder.log).toContain('cut')
+    expect(server.requests.length).toBeGreaterThan(1)
     stream.release()
   })
 
   it('comes again after the server was away, and stops where it wants a key', async () => {
     let away = 3
     const server = new Server([], () => (away-- > 0 ? new TypeError('refused') : null))
-    const told = listener()
-    const stream = new Stream(told, server.connect)
+    const recorder = listener()
+    const stream = new Stream(recorder, server.connect)
     stream.resume()
     await vi.advanceTimersByTimeAsync(10_000)
-    expect(told.log.filter((one) => one === 'cut')).toHaveLength(3)
-    expect(told.log.at(-1)).toBe('opened')
+    expect(recorder.log.filter((one) => one === 'cut')).toHaveLength(3)
+    expect(recorder.log.at(-1)).toBe('opened')
     stream.release()
 
-    const locked = new Server([], () => new Refused(401, { message: 'key', type: 'x', param: null, code: null }))
-    const lockedTold = listener()
-    new Stream(lockedTold, locked.connect).resume()
+    const locked = new Server([], () => new ApiError(401, { message: 'key', type: 'x', param: null, code: null }))
+    const lockedRecorder = listener()
+    new Stream(lockedRecorder, locked.connect).resume()
     await vi.advanceTimersByTimeAsync(60_000)
-    expect(lockedTold.log).toEqual(['unauthorized'])
-    expect(locked.asked).toHaveLength(1)
+    expect(lockedRecorder.log).toEqual(['unauthorized'])
+    expect(locked.requests).toHaveLength(1)
   })
 })

@@ -4,7 +4,7 @@ import { parse } from 'svelte/compiler'
 import { describe, expect, it } from 'vitest'
 import { count, percent, plural, rate, seconds } from '../src/numbers'
 import { strings } from '../src/strings'
-import { Refused } from '../src/transport/http'
+import { ApiError } from '../src/transport/http'
 import { NUMBERS } from '../src/transport/types'
 
 const SOURCES = join(import.meta.dirname, '..', 'src')
@@ -47,7 +47,7 @@ describe('the texts of the page', () => {
 
   it('say what is wrong in the page’s words, or else in the server’s', () => {
     const refused = (name: string | null, details: Record<string, unknown> | null = null): string =>
-      new Refused(400, { message: 'as the server says', type: 'x', param: null, code: null, name, details }).message
+      new ApiError(400, { message: 'as the server says', type: 'x', param: null, code: null, name, details }).message
     expect(refused('unknown_format')).toContain('Can’t read this file. Supported:')
     expect(refused('context_overflow', { tokens: 12345, limit: 8192 })).toContain('12,345 tokens')
     expect(refused('context_overflow')).toBe('as the server says')

@@ -32,32 +32,32 @@ function pass(seconds: number): void {
 describe('the clock of a thought', () => {
   it('counts from where it opened', () => {
     const turn = new Turn()
-    turn.take(0, started(0))
+    turn.apply(0, started(0))
     pass(2)
-    turn.take(1, opened)
+    turn.apply(1, opened)
     pass(4)
     expect(shown(turn)).toBe(4)
   })
 
   it('leaves out the time in which the prompt that opened it is read', () => {
     const turn = new Turn()
-    turn.take(1, opened)
+    turn.apply(1, opened)
     pass(5)
-    turn.take(1, started(0))
+    turn.apply(1, started(0))
     pass(3)
     expect(shown(turn)).toBe(3)
   })
 
   it('leaves out the time for which the reply was stopped', () => {
     const turn = new Turn()
-    turn.take(1, opened)
-    turn.take(1, started(0))
-    turn.take(2, thought('Hm'))
+    turn.apply(1, opened)
+    turn.apply(1, started(0))
+    turn.apply(2, thought('Hm'))
     pass(5)
-    turn.take(2, stopped)
+    turn.apply(2, stopped)
     pass(600)
-    turn.take(2, started(4)) // the stop took a second to arrive: the server's time counts
-    turn.take(3, thought(' so'))
+    turn.apply(2, started(4)) // the stop took a second to arrive: the server's time counts
+    turn.apply(3, thought(' so'))
     pass(2)
     expect(shown(turn)).toBe(6)
     turn.pause()
@@ -67,53 +67,53 @@ describe('the clock of a thought', () => {
 
   it('counts a thought that was continued, after a reload in the middle of it', () => {
     const turn = new Turn()
-    turn.take(1, opened)
-    turn.take(2, thought('Hm'))
-    turn.take(2, started(24)) // 20 s before the stop, 4 s since
-    turn.take(3, thought(' so'))
+    turn.apply(1, opened)
+    turn.apply(2, thought('Hm'))
+    turn.apply(2, started(24)) // 20 s before the stop, 4 s since
+    turn.apply(3, thought(' so'))
     pass(3)
     expect(shown(turn)).toBe(27)
   })
 
   it('counts a thought that began before the page was there', () => {
     const turn = new Turn()
-    turn.take(1, opened)
-    turn.take(1, started(30))
-    turn.take(2, thought('Hm'))
+    turn.apply(1, opened)
+    turn.apply(1, started(30))
+    turn.apply(2, thought('Hm'))
     pass(1)
     expect(shown(turn)).toBe(31)
   })
 
   it('leaves out the time for which the server was away', () => {
     const turn = new Turn()
-    turn.take(1, opened)
-    turn.take(1, started(0))
+    turn.apply(1, opened)
+    turn.apply(1, started(0))
     pass(5)
     turn.pause()
     pass(60)
     expect(shown(turn)).toBe(5)
-    turn.take(1, started(4))
-    turn.take(2, thought('Hm'))
+    turn.apply(1, started(4))
+    turn.apply(2, thought('Hm'))
     pass(1)
     expect(shown(turn)).toBe(5)
   })
 
   it('is not shown if the time is not known', () => {
     const turn = new Turn()
-    turn.take(1, opened)
-    turn.take(1, started(null))
+    turn.apply(1, opened)
+    turn.apply(1, started(null))
     expect(thinkingClock(turn)).toBe(null)
   })
 
   it('begins anew with every thought of a reply', () => {
     const turn = new Turn()
-    turn.take(1, opened)
-    turn.take(1, started(0))
+    turn.apply(1, opened)
+    turn.apply(1, started(0))
     pass(5)
-    turn.take(2, { type: 'tool_call_opened', index: 0, id: 'a', name: 'f', in_thought: true })
-    turn.take(3, opened)
+    turn.apply(2, { type: 'tool_call_opened', index: 0, id: 'a', name: 'f', in_thought: true })
+    turn.apply(3, opened)
     pass(2)
-    turn.take(3, started(7)) // the connection was lost: of both
+    turn.apply(3, started(7)) // the connection was lost: of both
     expect(shown(turn)).toBe(2)
   })
 })

@@ -9,7 +9,7 @@ const answer = (text: string): ReadEvent => ({ type: 'answer_delta', text })
 const finished = (tail: ReadEvent[] = [], finish: 'end' | 'stopped' = 'end'): Event => ({ type: 'finished', finish, usage: USAGE, stop: null, tail })
 
 function told(events: ReadEvent[], turn = new Turn(), from = 0): Turn {
-  events.forEach((event, index) => expect(turn.take(from + index + 1, event)).toBe(true))
+  events.forEach((event, index) => expect(turn.apply(from + index + 1, event)).toBe(true))
   return turn
 }
 
@@ -25,9 +25,9 @@ describe('a turn', () => {
 
   it('tells which model it waits for', () => {
     const turn = new Turn()
-    turn.take(0, { type: 'waiting', position: 0, seconds: null, loading: 'sprout', progress: 0.4 })
+    turn.apply(0, { type: 'waiting', position: 0, seconds: null, loading: 'sprout', progress: 0.4 })
     expect(turn.waiting).toEqual({ position: 0, seconds: null, loading: 'sprout', progress: 0.4 })
-    turn.take(0, { type: 'waiting', position: 2, seconds: null })
+    turn.apply(0, { type: 'waiting', position: 2, seconds: null })
     expect(turn.waiting?.loading).toBe('')
   })
 
@@ -39,7 +39,7 @@ describe('a turn', () => {
     const turn = told(REPLY.slice(0, 3))
     told(REPLY.slice(0, 3), turn)
     expect(turn.thinking).toBe('Let me see.')
-    expect(turn.take(5, answer('too far'))).toBe(false)
+    expect(turn.apply(5, answer('too far'))).toBe(false)
     expect(turn.number).toBe(3)
     told(REPLY.slice(3), turn, 3)
     expect(turn.text).toBe('It is five.')
@@ -47,7 +47,7 @@ describe('a turn', () => {
 
   it('takes the tail back where the reply goes on', () => {
     const turn = told(REPLY)
-    turn.take(6, finished([answer(' <thi')], 'stopped'))
+    turn.apply(6, finished([answer(' <thi')], 'stopped'))
     expect(turn.text).toBe('It is five. <thi')
     expect(turn.ended).toBe(true)
     told([answer(' <third>')], turn, 6)
@@ -58,7 +58,7 @@ describe('a turn', () => {
 
   it('takes a tail back that opened a part of its own', () => {
     const turn = told([phase('thinking'), thought('Hm')])
-    turn.take(2, finished([phase('answer'), answer('</th')], 'stopped'))
+    turn.apply(2, finished([phase('answer'), answer('</th')], 'stopped'))
     expect(turn.parts).toHaveLength(2)
     told([thought('</them>')], turn, 2)
     expect(turn.thinking).toBe('Hm</them>')
@@ -68,17 +68,17 @@ describe('a turn', () => {
   it('shows the draft until its text is there, and after a stop', () => {
     const draft = (position: number): Event => ({ type: 'draft_block', position, texts: ['It', null], confidence: [1, 0.2] })
     const turn = told([phase('answer')])
-    turn.take(1, draft(0))
+    turn.apply(1, draft(0))
     expect(turn.draft?.texts).toEqual(['It', null])
     told([answer('It is ')], turn, 1)
     expect(turn.draft).toBe(null)
-    turn.take(2, draft(2))
-    turn.take(2, finished([], 'stopped'))
+    turn.apply(2, draft(2))
+    turn.apply(2, finished([], 'stopped'))
     expect(turn.draft?.position).toBe(2)
-    turn.take(2, draft(2))
+    turn.apply(2, draft(2))
     expect(turn.ended).toBe(false)
     told([answer('five.')], turn, 2)
-    turn.take(3, finished())
+    turn.apply(3, finished())
     expect(turn.draft).toBe(null)
     expect(turn.drafts).toHaveLength(3)
     expect(turn.text).toBe('It is five.')
@@ -86,14 +86,14 @@ describe('a turn', () => {
 
   it('ends the same way when its end is told twice', () => {
     const turn = told(REPLY)
-    turn.take(6, finished([answer('!')]))
-    turn.take(6, finished([answer('!')]))
+    turn.apply(6, finished([answer('!')]))
+    turn.apply(6, finished([answer('!')]))
     expect(turn.text).toBe('It is five.!')
   })
 
   it('is replaced by a snapshot', () => {
     const turn = told(REPLY.slice(0, 2))
-    turn.take(40, { type: 'snapshot', message: { role: 'assistant', parts: [{ type: 'text', text: 'All of ' }] } })
+    turn.apply(40, { type: 'snapshot', message: { role: 'assistant', parts: [{ type: 'text', text: 'All of ' }] } })
     expect(turn.number).toBe(40)
     told([answer('it.')], turn, 40)
     expect(turn.text).toBe('All of it.')
@@ -114,7 +114,7 @@ describe('a turn', () => {
   it('says when it is over', () => {
     const over: Turn[] = []
     const turn = new Turn((one) => over.push(one))
-    turn.take(0, { type: 'failed', error: 'out of memory', tail: [] })
+    turn.apply(0, { type: 'failed', error: 'out of memory', tail: [] })
     expect(over).toEqual([turn])
     expect(turn.error).toBe('out of memory')
   })

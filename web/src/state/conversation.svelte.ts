@@ -4,7 +4,7 @@
 import { SvelteMap } from 'svelte/reactivity'
 import { strings } from '../strings'
 import * as api from '../transport/api'
-import { newKey, Refused } from '../transport/http'
+import { ApiError, newKey } from '../transport/http'
 import type { Stream } from '../transport/stream'
 import type { CallDecision, Change, Comparison, Conversation as About, Cursor, Gauge, ModelCard, Part, Said, Stored, ToolRound } from '../transport/types'
 import { compareMode } from './compare.svelte'
@@ -126,9 +126,9 @@ export class Conversation {
   async open(at: string | null = null): Promise<void> {
     try {
       const [about, cursor, nodes, comparisons] = await Promise.all([
-        api.conversation(this.id),
+        api.getConversation(this.id),
         this.#cursor(),
-        api.nodes(this.id),
+        api.listNodes(this.id),
         this.#compared(),
       ])
       if (this.#closed) return
@@ -136,12 +136,12 @@ export class Conversation {
       this.comparisons = comparisons
       this.cursor = cursor
       this.tree = new Tree(nodes)
-      const leaf = at && this.tree.has(at) ? (await api.newestLeaf(this.id, at)).id : cursor.message_id
+      const leaf = at && this.tree.has(at) ? (await api.getNewestLeaf(this.id, at)).id : cursor.message_id
       await this.#show(leaf)
       if (leaf !== cursor.message_id) await this.#stand(leaf)
       this.loaded = true
     } catch (error) {
-      if (error instanceof Refused && error.status === 404) this.missing = true
+      if (error instanceof ApiError && error.status === 404) this.missing = true
       else if (!this.#closed) this.#later(() => void this.open(at))
     }
   }
@@ -149,7 +149,7 @@ export class Conversation {
   close(): void {
     this.#closed = true
     for (const timer of this.#timers) clearTimeout(timer)
-    for (const [id, turn] of this.turns) this.stream.unfollow(id, turn)
+    for (const [id, turn] of this.turns) this.stream.unsubscribe(id, turn)
   }
 
   /** The server can't be reached: until it can, nobody knows whether the model thinks. */
@@ -176,7 +176,7 @@ export class Conversation {
     }
     this.#looking = this.#look()
       .catch((error: unknown) => {
-        if (error instanceof Refused && error.status === 404) this.missing = true
+        if (error instanceof ApiError && error.status === 404) this.missing = true
       })
       .finally(() => {
         this.#looking = null
@@ -186,8 +186,8 @@ export class Conversation {
 
   async #look(): Promise<void> {
     const [about, nodes, cursor, comparisons] = await Promise.all([
-      api.conversation(this.id),
-      api.nodes(this.id),
+      api.getConversation(this.id),
+      api.listNodes(this.id),
       this.#cursor(),
       this.#compared(),
     ])
@@ -205,7 +205,7 @@ export class Conversation {
     const leaf = this.leaf
     const grown = nodes.some((node) => !known.has(node.id) && (leaf === null || this.tree.path(node.id).includes(leaf)))
     if (!grown) return
-    const to = leaf === null ? nodes.at(-1)!.id : (await api.newestLeaf(this.id, leaf)).id
+    const to = leaf === null ? nodes.at(-1)!.id : (await api.getNewestLeaf(this.id, leaf)).id
     if (this.leaf !== leaf) return
     await this.#show(to)
     await this.#stand(to)
@@ -246,27 +246,27 @@ export class Conversation {
       if (reply.parent_id === null) return
       await this.#changing
       if (compareMode.on) return this.#compare({ parent: reply.parent_id, message: null }, newKey())
-      await this.#moved((await api.reply(this.id, reply.parent_id, newKey())).id)
+      await this.#moved((await api.createReply(this.id, reply.parent_id, newKey())).id)
     })
   }
 
   /** A reply to a message that has none on this branch. */
   answer(message: Stored): Promise<boolean> {
-    return this.#write(async () => this.#moved((await api.reply(this.id, message.id, newKey())).id))
+    return this.#write(async () => this.#moved((await api.createReply(this.id, message.id, newKey())).id))
   }
 
   /** Another wording beside the old one; one's own is answered, a model's stands as it is. */
   edit(message: Stored, parts: Part[]): Promise<boolean> {
     return this.#write(async () => {
-      const edited = await api.edit(message.id, parts, newKey())
-      const reply = message.role === 'user' ? await api.reply(this.id, edited.id, newKey()) : edited
+      const edited = await api.editMessage(message.id, parts, newKey())
+      const reply = message.role === 'user' ? await api.createReply(this.id, edited.id, newKey()) : edited
       await this.#moved(reply.id)
     })
   }
 
   goOn(reply: Stored): Promise<boolean> {
     return this.#write(async () => {
-      const going = await api.goOn(reply.id, newKey())
+      const going = await api.continueReply(reply.id, newKey())
       if (going.id !== reply.id) return this.#moved(going.id)
       this.#replace(going)
       if (this.rounds.has(going.id)) return this.#loadRound(going.id)
@@ -283,16 +283,16 @@ export class Conversation {
   }
 
   fork(reply: Stored, tokens: number, instead: number | null): Promise<boolean> {
-    return this.#write(async () => this.#moved((await api.fork(reply.id, tokens, instead, newKey())).id))
+    return this.#write(async () => this.#moved((await api.forkReply(reply.id, tokens, instead, newKey())).id))
   }
 
   /** The reply that is better, whose branch goes on; null: none is. */
   choose(comparison: Comparison, reply: string | null): Promise<boolean> {
     return this.#write(async () => {
-      const decided = await api.choose(comparison.id, reply)
+      const decided = await api.chooseReply(comparison.id, reply)
       this.comparisons = this.comparisons.map((one) => (one.id === decided.id ? decided : one))
       if (comparison.blind && !comparison.decided_at) notices.tell(strings.compare.revealed(decided.replies.map((one) => one.name)))
-      if (reply !== null) await this.#moved((await api.newestLeaf(this.id, reply)).id ?? reply)
+      if (reply !== null) await this.#moved((await api.getNewestLeaf(this.id, reply)).id ?? reply)
     })
   }
 
@@ -305,11 +305,11 @@ export class Conversation {
   async stopAll(): Promise<void> {
     const running = [this, ...this.columns].flatMap((one) => one.running?.id ?? [])
     const compared = this.comparison?.replies.map((one) => one.reply_id) ?? [] // also those that are not shown yet
-    await Promise.all([...new Set([...running, ...compared])].map((id) => this.#try(() => api.stop(id))))
+    await Promise.all([...new Set([...running, ...compared])].map((id) => this.#try(() => api.stopReply(id))))
   }
 
   async stop(reply: Stored): Promise<void> {
-    await this.#try(() => api.stop(reply.id))
+    await this.#try(() => api.stopReply(reply.id))
   }
 
   async answerNow(reply: Stored): Promise<void> {
@@ -319,7 +319,7 @@ export class Conversation {
   /** To the newest end of the branch on which this message is. */
   async goTo(message: string): Promise<void> {
     await this.#write(async () => {
-      const leaf = (await api.newestLeaf(this.id, message)).id ?? message
+      const leaf = (await api.getNewestLeaf(this.id, message)).id ?? message
       await this.#show(leaf)
       await this.#stand(leaf)
     })
@@ -334,9 +334,9 @@ export class Conversation {
   }
 
   /** What is said after this is said with it. */
-  change(asked: Parameters<typeof api.change>[1]): Promise<boolean> {
+  change(asked: Parameters<typeof api.updateConversation>[1]): Promise<boolean> {
     const changing = this.#write(async () => {
-      this.about = await api.change(this.id, asked)
+      this.about = await api.updateConversation(this.id, asked)
       void this.#measure()
     })
     this.#changing = Promise.all([this.#changing, changing])
@@ -346,35 +346,35 @@ export class Conversation {
   // how it comes about
 
   /** Null where the context is full and the person went back to the message. */
-  async #said(asked: api.Saying, key: string): Promise<Said | null> {
+  async #said(asked: api.SendMessageRequest, key: string): Promise<Said | null> {
     try {
-      return await api.say(this.id, asked, key)
+      return await api.sendMessage(this.id, asked, key)
     } catch (error) {
-      const full = error instanceof Refused && error.name === 'context_overflow' && this.path.length > 0
+      const full = error instanceof ApiError && error.name === 'context_overflow' && this.path.length > 0
       if (!full) throw error
       const { tokens, limit } = error.error.details as { tokens: number; limit: number }
       const choice = await new Promise<'once' | 'always' | null>((choose) => (this.full = { tokens, limit, choose }))
       this.full = null
       if (choice === null) return null
       const shorten = { overflow: 'shorten' }
-      if (choice === 'always') this.about = await api.change(this.id, { parameters: { ...this.about?.parameters, ...shorten } })
-      return api.say(this.id, { ...asked, parameters: shorten }, key)
+      if (choice === 'always') this.about = await api.updateConversation(this.id, { parameters: { ...this.about?.parameters, ...shorten } })
+      return api.sendMessage(this.id, { ...asked, parameters: shorten }, key)
     }
   }
 
-  async #compare(asked: Pick<api.Comparing, 'parent' | 'message'>, key: string): Promise<void> {
+  async #compare(asked: Pick<api.CompareRequest, 'parent' | 'message'>, key: string): Promise<void> {
     const { columns, blind } = compareMode
-    const made = await api.compare(this.id, { ...asked, columns, blind }, key)
+    const made = await api.startComparison(this.id, { ...asked, columns, blind }, key)
     this.comparisons = [...this.comparisons.filter((one) => one.id !== made.id), made]
     await this.#moved(made.parent_id)
   }
 
   #cursor(): Promise<Cursor> {
-    return this.isColumn ? Promise.resolve(NOWHERE) : api.cursor(this.id, this.#client)
+    return this.isColumn ? Promise.resolve(NOWHERE) : api.getCursor(this.id, this.#client)
   }
 
   #compared(): Promise<Comparison[]> {
-    return this.isColumn ? Promise.resolve([]) : api.comparisons(this.id)
+    return this.isColumn ? Promise.resolve([]) : api.listComparisons(this.id)
   }
 
   #back(way: typeof api.undo): Promise<boolean> {
@@ -389,15 +389,15 @@ export class Conversation {
     if (path) this.#display(path)
     else await this.#show(leaf)
     await this.#stand(leaf)
-    this.tree = new Tree(await api.nodes(this.id))
+    this.tree = new Tree(await api.listNodes(this.id))
   }
 
   async #stand(leaf: string | null): Promise<void> {
-    if (!this.isColumn) this.cursor = await api.move(this.id, this.#client, leaf)
+    if (!this.isColumn) this.cursor = await api.moveCursor(this.id, this.#client, leaf)
   }
 
   async #show(leaf: string | null): Promise<void> {
-    const path = leaf === null ? [] : await api.path(leaf)
+    const path = leaf === null ? [] : await api.getPath(leaf)
     if (!this.#closed) this.#display(path)
   }
 
@@ -418,7 +418,7 @@ export class Conversation {
       turn = new Turn((turn) => void this.#over(id, turn))
       this.turns.set(id, turn)
     }
-    this.stream.follow(id, turn)
+    this.stream.subscribe(id, turn)
   }
 
   /** The newest request counts: an earlier one may be answered later, with what was true before. */
@@ -427,7 +427,7 @@ export class Conversation {
     const number = (this.#roundRequests.get(id) ?? 0) + 1
     this.#roundRequests.set(id, number)
     try {
-      const round = await api.toolRound(id)
+      const round = await api.getToolRound(id)
       if (round && !this.#closed && this.#roundRequests.get(id) === number) this.rounds.set(id, round)
     } catch {
       this.#later(() => void this.#loadRound(id))
@@ -442,7 +442,7 @@ export class Conversation {
   async #over(id: string, turn: Turn): Promise<void> {
     notices.settle('running')
     try {
-      const message = await api.message(id)
+      const message = await api.getMessage(id)
       this.#replace(message)
       if (callsTools(message)) void this.#loadRound(id)
       // a server that was started again takes the turn up in a moment
@@ -460,7 +460,7 @@ export class Conversation {
   async #measure(): Promise<void> {
     const leaf = this.leaf
     try {
-      const gauge = await api.gauge(this.id, leaf)
+      const gauge = await api.getGauge(this.id, leaf)
       if (leaf === this.leaf) this.gauge = gauge
     } catch {
       // no model is loaded
@@ -482,7 +482,7 @@ export class Conversation {
   async #lookForLoading(): Promise<void> {
     const compared = compareMode.on ? compareMode.columns.map((one) => one.parameters?.['model']) : []
     const names = new Set([this.about?.parameters['model'], ...compared].map((name) => String(name ?? '')))
-    const cards = await Promise.all([...names].map((name) => api.model(name).catch(() => null)))
+    const cards = await Promise.all([...names].map((name) => api.getModel(name).catch(() => null)))
     if (this.#writing > 0) this.loading = cards.find((card) => card?.state === 'loading') ?? null
   }
 

@@ -33,8 +33,8 @@ class Conversations {
     const asked = ++this.#asked
     const count = Math.max(PAGE, this.all.length)
     try {
-      const pinned = this.deleted ? [] : api.conversations({ ...this.#listing(MOST), pinned: true })
-      const [found, tags, fixed] = await Promise.all([api.conversations(this.#listing(count)), api.tags(), pinned])
+      const pinned = this.deleted ? [] : api.listConversations({ ...this.#listing(MOST), pinned: true })
+      const [found, tags, fixed] = await Promise.all([api.listConversations(this.#listing(count)), api.listTags(), pinned])
       if (asked !== this.#asked) return
       this.all = found
       this.pinned = fixed
@@ -49,7 +49,7 @@ class Conversations {
   async lookFurther(): Promise<void> {
     const before = this.all.at(-1)?.id
     if (!before) return
-    const found = await api.conversations({ ...this.#listing(PAGE), before }).catch(() => [])
+    const found = await api.listConversations({ ...this.#listing(PAGE), before }).catch(() => [])
     this.all = [...this.all, ...found]
     this.more = found.length >= PAGE
   }
@@ -76,7 +76,7 @@ class Conversations {
     const title = this.#find(ids[0])?.title || strings.untitled
     for (const id of ids) {
       try {
-        await api.remove(id)
+        await api.deleteConversation(id)
       } catch (error) {
         notices.fail(error)
         break
@@ -98,7 +98,7 @@ class Conversations {
   async restore(...ids: string[]): Promise<void> {
     notices.settle('deleted')
     try {
-      await Promise.all(ids.map(api.restore))
+      await Promise.all(ids.map(api.restoreConversation))
     } catch (error) {
       notices.fail(error)
     }
@@ -116,7 +116,7 @@ class Conversations {
 
   async #change(ids: string[], asked: ChangeConversation): Promise<void> {
     try {
-      await Promise.all(ids.map((id) => api.change(id, asked)))
+      await Promise.all(ids.map((id) => api.updateConversation(id, asked)))
     } catch (error) {
       notices.fail(error)
     }
@@ -133,7 +133,7 @@ class Conversations {
     notices.settle('file')
     for (const file of files) {
       try {
-        const { conversations: made, skipped = [] } = await api.takeIn(file)
+        const { conversations: made, skipped = [] } = await api.importFile(file)
         taken.push(...made)
         if (skipped[0]) notices.fail(strings.notices.importSkipped(skipped.length, skipped[0].item, skipped[0].reason), 'file')
       } catch (error) {
@@ -157,7 +157,7 @@ class Conversations {
     }
   }
 
-  #listing(limit: number): api.Listing {
+  #listing(limit: number): api.ListQuery {
     return {
       limit,
       deleted: this.deleted,

@@ -1,6 +1,6 @@
 // The model in use, and those at hand.
 import * as api from '../transport/api'
-import { Refused } from '../transport/http'
+import { ApiError } from '../transport/http'
 import type { ModelCard, Switch, SwitchKind } from '../transport/types'
 import { notices } from './notices.svelte'
 
@@ -43,8 +43,8 @@ class Model {
     clearTimeout(this.#timer)
     const name = this.#name
     try {
-      const card = await api.model(name).catch((error: unknown) => {
-        if (name !== '' && error instanceof Refused && error.status === 404) return api.model() // it is not offered any more
+      const card = await api.getModel(name).catch((error: unknown) => {
+        if (name !== '' && error instanceof ApiError && error.status === 404) return api.getModel() // it is not offered any more
         throw error
       })
       if (name === this.#name) this.card = card
@@ -55,12 +55,12 @@ class Model {
   }
 
   async lookForNames(): Promise<void> {
-    this.names = await api.models().catch(() => this.names)
+    this.names = await api.listModels().catch(() => this.names)
   }
 
   async load(name: string): Promise<void> {
     try {
-      this.card = await api.load(name)
+      this.card = await api.loadModel(name)
       notices.settle('action', 'connection')
     } catch (error) {
       notices.fail(error)
@@ -70,7 +70,7 @@ class Model {
 
   async unload(): Promise<void> {
     try {
-      this.card = await api.unload()
+      this.card = await api.unloadModel()
       notices.settle('action', 'connection')
     } catch (error) {
       notices.fail(error)

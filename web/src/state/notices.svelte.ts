@@ -1,5 +1,5 @@
 // Short messages above the conversation: at most one error and one piece of news, each only as long as it is true.
-import { Unreachable } from '../transport/http'
+import { UnreachableError } from '../transport/http'
 
 /** What a notice is about: it goes when that is over. */
 export type Cause = 'running' | 'action' | 'file' | 'connection' | 'deleted'
@@ -34,7 +34,7 @@ class Notices {
 
   fail(error: unknown, about: Cause = 'action'): void {
     const text = error instanceof Error ? error.message : String(error)
-    const cause = error instanceof Unreachable ? 'connection' : about
+    const cause = error instanceof UnreachableError ? 'connection' : about
     this.#add(text, { id: this.#next++, bad: true, cause, act: null }, ERROR)
   }
 

@@ -1,6 +1,6 @@
 // The page as a whole: who is signed in, whether the server is there, which conversation is open.
 import * as api from '../transport/api'
-import { newKey, Refused } from '../transport/http'
+import { ApiError, newKey } from '../transport/http'
 import { Stream } from '../transport/stream'
 import type { Change, Create, Part } from '../transport/types'
 import { Conversation } from './conversation.svelte'
@@ -22,16 +22,16 @@ class Page {
   connected = $state(true)
   conversation: Conversation | null = $state.raw(null)
   readonly stream = new Stream({
-    changed: (change) => this.#changed(change),
-    opened: () => this.#opened(),
-    connected: (is) => this.#connected(is),
-    unauthorized: () => (this.locked = true),
+    onChange: (change) => this.#handleChange(change),
+    onOpen: () => this.#handleOpen(),
+    onConnection: (connected) => this.#setConnected(connected),
+    onUnauthorized: () => (this.locked = true),
   })
 
   async enter(): Promise<void> {
     document.addEventListener('visibilitychange', () => this.#seen())
     addEventListener('online', () => this.#seen())
-    addEventListener('offline', () => this.#connected(false))
+    addEventListener('offline', () => this.#setConnected(false))
     await this.#enter()
   }
 
@@ -70,7 +70,7 @@ class Page {
   async begin(asked: Create, parts: Part[], key: string, made: (id: string) => void = () => undefined): Promise<Sent> {
     let id: string
     try {
-      id = (await api.create(asked, newKey())).id
+      id = (await api.createConversation(asked, newKey())).id
     } catch (error) {
       notices.fail(error)
       return { sent: false, home: null }
@@ -104,8 +104,8 @@ class Page {
   /** Deletes a conversation that has no message after all. */
   async #discard(id: string): Promise<boolean> {
     try {
-      if ((await api.conversation(id)).head_id !== null) return false
-      await api.remove(id)
+      if ((await api.getConversation(id)).head_id !== null) return false
+      await api.deleteConversation(id)
       conversations.forget(id)
       return true
     } catch {
@@ -115,10 +115,10 @@ class Page {
 
   async #enter(): Promise<void> {
     try {
-      this.session = await api.session()
+      this.session = await api.getSession()
     } catch (error) {
-      if (!(error instanceof Refused && error.status === 404)) {
-        this.#connected(false)
+      if (!(error instanceof ApiError && error.status === 404)) {
+        this.#setConnected(false)
         setTimeout(() => void this.#enter(), 1000)
         return
       }
@@ -136,19 +136,19 @@ class Page {
     else this.stream.release()
   }
 
-  #connected(is: boolean): void {
-    this.connected = is
-    if (is) notices.settle('connection')
+  #setConnected(connected: boolean): void {
+    this.connected = connected
+    if (connected) notices.settle('connection')
     else this.conversation?.disconnected()
   }
 
-  #opened(): void {
+  #handleOpen(): void {
     conversations.refresh()
     void model.look()
     this.conversation?.look()
   }
 
-  #changed(change: Change): void {
+  #handleChange(change: Change): void {
     conversations.refresh()
     if (change.what === 'missed' || change.conversation_id === this.conversation?.id) this.conversation?.changed(change)
   }

@@ -87,16 +87,16 @@ function isObject(value: unknown): value is Record<string, unknown> {
 }
 
 /** Presets are stored by the server, so that the terminal and other browsers have them too. */
-export const listPresets = (): Promise<Preset[]> => api.presets()
+export const listPresets = (): Promise<Preset[]> => api.listPresets()
 
 export async function savePreset(preset: Preset): Promise<Preset[]> {
   await api.savePreset(preset)
-  return api.presets()
+  return api.listPresets()
 }
 
 export async function deletePreset(name: string): Promise<Preset[]> {
   await api.deletePreset(name)
-  return api.presets()
+  return api.listPresets()
 }
 
 /** The settings of the next new conversation, stored by the browser. */

@@ -88,7 +88,7 @@ export class Turn implements Reader {
     return this.#texts('thinking')
   }
 
-  take(number: number, event: Event): boolean {
+  apply(number: number, event: Event): boolean {
     switch (event.type) {
       case 'waiting':
         this.waiting = { position: event.position, seconds: event.seconds, loading: event.loading ?? '', progress: event.progress ?? null }
@@ -144,7 +144,7 @@ export class Turn implements Reader {
     this.thinkingSince = null
   }
 
-  refused(error: WireError): void {
+  reject(error: WireError): void {
     this.error = error.message
     this.ended = true
     this.over(this)

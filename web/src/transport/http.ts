@@ -1,10 +1,10 @@
-// One request to the server and its answer. Addresses are relative to the page, wherever a proxy serves it.
+// One request to the server and its response. URLs are relative to the page, so that a proxy can serve it at any path.
 import { strings } from '../strings'
 import type { Error as WireError, ErrorBody } from './types'
 
 export type Query = Record<string, string | number | boolean | null | undefined>
 
-export interface Asked {
+export interface RequestOptions {
   method?: string
   query?: Query
   json?: unknown
@@ -13,8 +13,8 @@ export interface Asked {
   signal?: AbortSignal
 }
 
-/** What the server said no to, or could not do. */
-export class Refused extends Error {
+/** An error response of the server. */
+export class ApiError extends Error {
   constructor(
     readonly status: number,
     readonly error: WireError,
@@ -27,8 +27,8 @@ export class Refused extends Error {
   }
 }
 
-/** The server could not be reached, or went away before it had answered. */
-export class Unreachable extends Error {
+/** The server is unreachable, or the connection was lost before the response. */
+export class UnreachableError extends Error {
   constructor() {
     super(strings.errors.unreachable)
   }
@@ -42,56 +42,56 @@ export function address(path: string, query: Query = {}): string {
   return url.href
 }
 
-export async function send(path: string, asked: Asked = {}): Promise<Response> {
+export async function send(path: string, options: RequestOptions = {}): Promise<Response> {
   const headers: Record<string, string> = {}
-  if (asked.json !== undefined) headers['content-type'] = 'application/json'
-  if (asked.key) headers['idempotency-key'] = asked.key
-  const init: RequestInit = { method: asked.method ?? 'GET', headers, cache: 'no-store', credentials: 'same-origin' }
-  if (asked.json !== undefined) init.body = JSON.stringify(asked.json)
-  else if (asked.body !== undefined) init.body = asked.body
-  if (asked.signal) init.signal = asked.signal
-  const response = await fetch(address(path, asked.query), init).catch((error: unknown) => {
-    if (asked.signal?.aborted) throw error
-    throw new Unreachable()
+  if (options.json !== undefined) headers['content-type'] = 'application/json'
+  if (options.key) headers['idempotency-key'] = options.key
+  const init: RequestInit = { method: options.method ?? 'GET', headers, cache: 'no-store', credentials: 'same-origin' }
+  if (options.json !== undefined) init.body = JSON.stringify(options.json)
+  else if (options.body !== undefined) init.body = options.body
+  if (options.signal) init.signal = options.signal
+  const response = await fetch(address(path, options.query), init).catch((error: unknown) => {
+    if (options.signal?.aborted) throw error
+    throw new UnreachableError()
   })
-  if (!response.ok) throw await refusal(response)
+  if (!response.ok) throw await readError(response)
   return response
 }
 
-export async function request<T>(path: string, asked: Asked = {}): Promise<T> {
-  const response = await send(path, asked)
+export async function request<T>(path: string, options: RequestOptions = {}): Promise<T> {
+  const response = await send(path, options)
   if (response.status === 204) return undefined as T
   try {
     return (await response.json()) as T
   } catch {
-    throw new Unreachable()
+    throw new UnreachableError()
   }
 }
 
-const PAUSES = [250, 500, 1000, 2000, 4000]
+const RETRY_DELAYS = [250, 500, 1000, 2000, 4000]
 
-/** A write that happens once however often it is sent: sent again while the server can't be reached. */
-export async function once<T>(path: string, asked: Asked & { key: string }): Promise<T> {
-  for (const pause of PAUSES) {
+/** Sends a write with an idempotency key, which takes effect once. Retries while the server is unreachable. */
+export async function requestOnce<T>(path: string, options: RequestOptions & { key: string }): Promise<T> {
+  for (const delay of RETRY_DELAYS) {
     try {
-      return await request<T>(path, asked)
+      return await request<T>(path, options)
     } catch (error) {
-      if (!isPassing(error)) throw error
-      await new Promise((resolve) => setTimeout(resolve, pause))
+      if (!isTransient(error)) throw error
+      await new Promise((resolve) => setTimeout(resolve, delay))
     }
   }
-  return request<T>(path, asked)
+  return request<T>(path, options)
 }
 
-function isPassing(error: unknown): boolean {
-  return error instanceof Unreachable || (error instanceof Refused && [502, 504].includes(error.status))
+function isTransient(error: unknown): boolean {
+  return error instanceof UnreachableError || (error instanceof ApiError && [502, 504].includes(error.status))
 }
 
-async function refusal(response: Response): Promise<Error> {
-  const told = await response.json().catch(() => null)
-  if (isErrorBody(told)) return new Refused(response.status, told.error)
+async function readError(response: Response): Promise<Error> {
+  const body = await response.json().catch(() => null)
+  if (isErrorBody(body)) return new ApiError(response.status, body.error)
   const message = strings.errors.status(response.status)
-  return new Refused(response.status, { message, type: 'server_error', param: null, code: null })
+  return new ApiError(response.status, { message, type: 'server_error', param: null, code: null })
 }
 
 function isErrorBody(value: unknown): value is ErrorBody {

@@ -1,32 +1,32 @@
-// Server-sent events read from a fetch, as the HTML standard parses them.
+// Parses server-sent events from a fetch response, as the HTML standard defines.
 
-export interface Sent {
+export interface ServerSentEvent {
   id: string | null
   event: string
   data: string
 }
 
-/** Takes pieces cut anywhere, gives whole events. */
-export class Parser {
-  #rest = ''
+/** Parses chunks split at any position into complete events. */
+export class EventParser {
+  #buffer = ''
   #id: string | null = null
   #event = ''
   #data: string[] = []
 
-  feed(piece: string): Sent[] {
-    const sent: Sent[] = []
-    const lines = (this.#rest + piece).split('\n')
-    this.#rest = lines.pop() ?? ''
+  feed(chunk: string): ServerSentEvent[] {
+    const events: ServerSentEvent[] = []
+    const lines = (this.#buffer + chunk).split('\n')
+    this.#buffer = lines.pop() ?? ''
     for (const line of lines) {
-      const whole = line.endsWith('\r') ? line.slice(0, -1) : line
-      if (whole === '') this.#dispatch(sent)
-      else this.#field(whole)
+      const text = line.endsWith('\r') ? line.slice(0, -1) : line
+      if (text === '') this.#dispatch(events)
+      else this.#field(text)
     }
-    return sent
+    return events
   }
 
-  #dispatch(sent: Sent[]): void {
-    if (this.#data.length > 0) sent.push({ id: this.#id, event: this.#event || 'message', data: this.#data.join('\n') })
+  #dispatch(events: ServerSentEvent[]): void {
+    if (this.#data.length > 0) events.push({ id: this.#id, event: this.#event || 'message', data: this.#data.join('\n') })
     this.#event = ''
     this.#data = []
   }
@@ -42,18 +42,18 @@ export class Parser {
   }
 }
 
-/** The events of a body, in the batches in which they arrive. `heard` is called for every piece, comments too. */
-export async function* batches(body: ReadableStream<Uint8Array>, heard: () => void): AsyncGenerator<Sent[]> {
-  const parser = new Parser()
+/** Yields the events of a response body in batches, as they arrive. `onData` is called for every chunk, also for comments. */
+export async function* readEventBatches(body: ReadableStream<Uint8Array>, onData: () => void): AsyncGenerator<ServerSentEvent[]> {
+  const parser = new EventParser()
   const decoder = new TextDecoder()
   const reader = body.getReader()
   try {
     for (;;) {
       const { done, value } = await reader.read()
       if (done) return
-      heard()
-      const sent = parser.feed(decoder.decode(value, { stream: true }))
-      if (sent.length > 0) yield sent
+      onData()
+      const events = parser.feed(decoder.decode(value, { stream: true }))
+      if (events.length > 0) yield events
     }
   } finally {
     reader.cancel().catch(() => undefined)

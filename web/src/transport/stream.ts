@@ -1,102 +1,102 @@
-// The one stream of a tab: the events of every turn it shows, and what changes in the user's conversations.
+// The event stream of a tab: the events of every turn it shows, and changes in the user's conversations.
 //
-// Each turn is read from a number on, so a stream that was cut, or let go of because nobody looks, is taken up again
-// with nothing missing and nothing told twice.
-import { Refused, send } from './http'
-import { batches, type Sent } from './sse'
+// Each turn is requested from its last event number, so that a stream that was interrupted, or closed because the tab is
+// hidden, resumes without gaps or repetitions.
+import { ApiError, send } from './http'
+import { readEventBatches, type ServerSentEvent } from './sse'
 import type { Change, Error as WireError, Event, Follow, StreamItem } from './types'
 
 export interface Reader {
-  /** The number of the last event this reader has. */
+  /** The number of the last applied event. */
   readonly number: number
-  /** Takes an event; false where it does not follow on what the reader has. */
-  take(number: number, event: Event): boolean
-  refused(error: WireError): void
+  /** Applies an event. Returns false if events before it are missing. */
+  apply(number: number, event: Event): boolean
+  reject(error: WireError): void
 }
 
 export interface Listener {
-  changed(change: Change): void
-  /** The stream is there (again): what changed before was not told. */
-  opened(): void
-  /** Whether the server can be reached. */
-  connected(is: boolean): void
-  /** The server wants a key. */
-  unauthorized(): void
+  onChange(change: Change): void
+  /** The stream is (re)connected. Earlier changes may have been missed. */
+  onOpen(): void
+  /** Whether the server is reachable. */
+  onConnection(connected: boolean): void
+  /** The server requires a key. */
+  onUnauthorized(): void
 }
 
-export type Open = (asked: Follow, signal: AbortSignal) => Promise<ReadableStream<Uint8Array>>
+export type Open = (request: Follow, signal: AbortSignal) => Promise<ReadableStream<Uint8Array>>
 
-const FIRST_PAUSE = 250
-const LONGEST_PAUSE = 5000
-const SILENCE = 45_000 // the server says something every 15 seconds
+const MIN_DELAY = 250
+const MAX_DELAY = 5000
+const SILENCE_TIMEOUT = 45_000 // milliseconds; the server sends a comment every 15 seconds
 
-export async function openStream(asked: Follow, signal: AbortSignal): Promise<ReadableStream<Uint8Array>> {
-  const response = await send('api/events', { method: 'POST', json: asked, signal })
+export async function openStream(request: Follow, signal: AbortSignal): Promise<ReadableStream<Uint8Array>> {
+  const response = await send('api/events', { method: 'POST', json: request, signal })
   if (!response.body) throw new TypeError('no body')
   return response.body
 }
 
 export class Stream {
   #readers = new Map<string, Reader>()
-  #wanted = false
+  #active = false
   #abort: AbortController | null = null
-  #pause = FIRST_PAUSE
+  #delay = MIN_DELAY
   #timer: ReturnType<typeof setTimeout> | undefined
-  #watch: ReturnType<typeof setTimeout> | undefined
-  #asked = false
+  #watchdog: ReturnType<typeof setTimeout> | undefined
+  #reconnectQueued = false
 
   constructor(
     private readonly listener: Listener,
     private readonly open: Open = openStream,
   ) {}
 
-  /** Begins or goes on, at once. */
+  /** Connects or reconnects at once. */
   resume(): void {
-    this.#wanted = true
-    this.#pause = FIRST_PAUSE
+    this.#active = true
+    this.#delay = MIN_DELAY
     this.#connect()
   }
 
-  /** Lets go of the connection; the readers keep their numbers. */
+  /** Closes the connection. The readers keep their event numbers. */
   release(): void {
-    this.#wanted = false
-    this.#drop()
+    this.#active = false
+    this.#disconnect()
   }
 
-  follow(turn: string, reader: Reader): void {
+  subscribe(turn: string, reader: Reader): void {
     if (this.#readers.get(turn) === reader) return
     this.#readers.set(turn, reader)
-    this.#again()
+    this.#queueReconnect()
   }
 
-  unfollow(turn: string, reader: Reader): void {
+  unsubscribe(turn: string, reader: Reader): void {
     if (this.#readers.get(turn) === reader) this.#readers.delete(turn)
   }
 
-  get following(): readonly string[] {
+  get subscriptions(): readonly string[] {
     return [...this.#readers.keys()]
   }
 
-  /** Another stream with the new list, once for all that changed in this moment. */
-  #again(): void {
-    if (!this.#wanted || this.#asked) return
-    this.#asked = true
+  /** Reconnects with the new subscriptions, once for all changes of a microtask. */
+  #queueReconnect(): void {
+    if (!this.#active || this.#reconnectQueued) return
+    this.#reconnectQueued = true
     queueMicrotask(() => {
-      this.#asked = false
-      if (this.#wanted) this.#connect()
+      this.#reconnectQueued = false
+      if (this.#active) this.#connect()
     })
   }
 
   #connect(): void {
-    this.#drop()
+    this.#disconnect()
     const abort = new AbortController()
     this.#abort = abort
     void this.#run(abort)
   }
 
-  #drop(): void {
+  #disconnect(): void {
     clearTimeout(this.#timer)
-    clearTimeout(this.#watch)
+    clearTimeout(this.#watchdog)
     this.#abort?.abort()
     this.#abort = null
   }
@@ -104,62 +104,62 @@ export class Stream {
   async #run(abort: AbortController): Promise<void> {
     try {
       const turns = [...this.#readers].map(([turn, reader]) => ({ turn, after: reader.number }))
-      this.#heard(abort)
+      this.#resetWatchdog(abort)
       const body = await this.open({ turns, changes: true }, abort.signal)
       if (abort.signal.aborted) {
         body.cancel().catch(() => undefined)
         return
       }
-      for await (const batch of batches(body, () => this.#heard(abort))) {
+      for await (const batch of readEventBatches(body, () => this.#resetWatchdog(abort))) {
         if (abort.signal.aborted) return
-        for (const sent of batch) this.#take(sent)
+        for (const event of batch) this.#dispatch(event)
       }
     } catch (error) {
       if (abort.signal.aborted && this.#abort !== abort) return
-      if (error instanceof Refused && error.status === 401) {
+      if (error instanceof ApiError && error.status === 401) {
         this.release()
-        this.listener.unauthorized()
+        this.listener.onUnauthorized()
         return
       }
     }
-    if (this.#abort === abort && this.#wanted) this.#later()
+    if (this.#abort === abort && this.#active) this.#reconnectLater()
   }
 
-  #later(): void {
-    this.#drop()
-    this.listener.connected(false)
-    const pause = this.#pause * (0.75 + Math.random() / 2)
-    this.#pause = Math.min(LONGEST_PAUSE, this.#pause * 2)
-    this.#timer = setTimeout(() => this.#connect(), pause)
+  #reconnectLater(): void {
+    this.#disconnect()
+    this.listener.onConnection(false)
+    const delay = this.#delay * (0.75 + Math.random() / 2)
+    this.#delay = Math.min(MAX_DELAY, this.#delay * 2)
+    this.#timer = setTimeout(() => this.#connect(), delay)
   }
 
-  /** A connection that says nothing for long is dead, whatever the network believes. */
-  #heard(abort: AbortController): void {
-    clearTimeout(this.#watch)
-    this.#watch = setTimeout(() => {
+  /** A connection without data for SILENCE_TIMEOUT counts as lost. */
+  #resetWatchdog(abort: AbortController): void {
+    clearTimeout(this.#watchdog)
+    this.#watchdog = setTimeout(() => {
       if (this.#abort !== abort) return
       abort.abort()
-      this.#later()
-    }, SILENCE)
+      this.#reconnectLater()
+    }, SILENCE_TIMEOUT)
   }
 
-  #take(sent: Sent): void {
-    if (sent.event === 'error') return
-    const item = JSON.parse(sent.data) as StreamItem
+  #dispatch(event: ServerSentEvent): void {
+    if (event.event === 'error') return
+    const item = JSON.parse(event.data) as StreamItem
     switch (item.type) {
       case 'opened':
-        this.#pause = FIRST_PAUSE
-        this.listener.connected(true)
-        this.listener.opened()
+        this.#delay = MIN_DELAY
+        this.listener.onConnection(true)
+        this.listener.onOpen()
         break
       case 'turn':
-        this.#turn(item.turn, item.number, item.event)
+        this.#dispatchTurn(item.turn, item.number, item.event)
         break
       case 'change':
-        this.listener.changed(item.change)
+        this.listener.onChange(item.change)
         break
       case 'refused':
-        this.#readers.get(item.turn)?.refused(item.error)
+        this.#readers.get(item.turn)?.reject(item.error)
         this.#readers.delete(item.turn)
         break
       case 'closing':
@@ -167,10 +167,10 @@ export class Stream {
     }
   }
 
-  #turn(turn: string, number: number, event: Event): void {
+  #dispatchTurn(turn: string, number: number, event: Event): void {
     const reader = this.#readers.get(turn)
     if (!reader) return
-    if (!reader.take(number, event)) this.#again()
+    if (!reader.apply(number, event)) this.#queueReconnect()
     else if (event.type === 'finished' || event.type === 'failed') this.#readers.delete(turn)
   }
 }
