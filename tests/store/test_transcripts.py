@@ -21,6 +21,7 @@ from palaver.transcripts import (
     write_transcript,
 )
 from palaver.transcripts.import_export import UnknownFormat
+from palaver.transcripts.openai import from_openai
 from palaver.transcripts.transcript import linear_transcript
 from tests.store.factories import SETTINGS, add_message, add_reply, new_conversation
 from tests.store.test_messages import EVERY_PART
@@ -145,6 +146,45 @@ def test_markdown_and_jsonl_keep_texts_unchanged(pairs: list[tuple[str, str]]) -
     transcript = linear_transcript(row)
     assert messages(write_transcript(transcript, TranscriptFormat.MARKDOWN)) == row
     assert messages(write_transcript(transcript, TranscriptFormat.JSONL)) == row
+
+
+PDF = base64.b64encode(b"%PDF-1.7").decode()
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        ({"content": [{"type": "image_url"}]}, "a part of the type 'image_url' has no URL"),
+        ({"content": [{"type": "audio_url", "audio_url": {"url": None}}]}, "a part of the type 'audio_url' has no URL"),
+        (
+            {"content": [{"type": "image_url", "image_url": {"url": f"data:application/pdf;base64,{PDF}"}}]},
+            "a file of the type 'application/pdf' is neither a picture nor sound nor a video",
+        ),
+        (
+            {"content": [{"type": "file", "file": {"file_data": PDF}}]},
+            "a file without a media type: a data URL that names it is needed",
+        ),
+        ({"content": [{"type": "image_url", "image_url": "data:image/svg+xml,<svg/>"}]}, "not in base64"),
+        ({"content": [{"type": "image_url", "image_url": "https://a.b/c.png"}]}, "other addresses are not downloaded"),
+        ({"content": "", "tool_calls": [{"id": "c1", "function": {}}]}, "a tool call has no name"),
+        ({"content": "", "tool_calls": ["look"]}, "a tool call has no name"),
+    ],
+)
+def test_a_message_that_is_not_read_is_skipped_with_its_reason(message: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        from_openai({"role": "user", **message})
+    value = {"messages": [{"role": "user", **message}, {"role": "user", "content": "Hello"}]}
+    report = read_file(json.dumps(value))
+    assert [entry.message for entry in report.transcripts[0].main_branch()] == [user("Hello")]
+    (skipped,) = report.skipped
+    assert reason in skipped.reason
+
+
+def test_a_data_url_may_have_parameters() -> None:
+    url = f"data:image/png;name=a.png;base64,{base64.b64encode(b'PNG').decode()}"
+    assert from_openai({"role": "user", "content": [{"type": "image_url", "image_url": url}]}).parts == (
+        Image("image/png", b"PNG"),
+    )
 
 
 def test_markdown_reads_well() -> None:

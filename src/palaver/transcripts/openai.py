@@ -33,7 +33,7 @@ _URL_KINDS: Mapping[str, Literal["image", "audio", "video"]] = {
     "audio_url": "audio",
     "video_url": "video",
 }
-_DATA = re.compile(r"data:([\w.+/-]+);base64,(.*)", re.DOTALL)
+_DATA = re.compile(r"data:([\w.+/-]*)(?:;[^,;]*)*?;base64,(.*)", re.DOTALL)
 
 
 def to_openai(message: Message) -> list[dict[str, Any]]:
@@ -87,18 +87,24 @@ def data_url(media_type: str, data: bytes) -> str:
 
 
 def from_data_url(url: str) -> Image | Audio | Video:
-    """Raises ValueError for any URL but a data URL."""
+    """Raises ValueError for any URL but a data URL with a picture, sound or a video in base64."""
+    if not url.startswith("data:"):
+        raise ValueError(f"files at other addresses are not downloaded: {url[:80]!r}")
     parsed = _DATA.fullmatch(url)
     if parsed is None:
-        raise ValueError(f"files at other addresses are not downloaded: {url[:80]!r}")
+        raise ValueError(f"a data URL that is not in base64: {url[:80]!r}")
     media_type, data = parsed[1], base64.b64decode(parsed[2])
     match media_type.split("/")[0]:
+        case "image":
+            return Image(media_type, data)
         case "audio":
             return Audio(media_type, data)
         case "video":
             return Video(media_type, data)
+        case "":
+            raise ValueError("a file without a media type: a data URL that names it is needed")
         case _:
-            return Image(media_type, data)
+            raise ValueError(f"a file of the type {media_type!r} is neither a picture nor sound nor a video")
 
 
 def _content(parts: Sequence[Part]) -> list[dict[str, Any]]:
@@ -136,8 +142,7 @@ def _from_part(part: Any, read_url: ReadUrl) -> Part:
         case {"type": "thinking" | "reasoning", "thinking": str(text)}:
             return Thinking(text)
         case {"type": "image_url" | "audio_url" | "video_url" as kind}:
-            url = part[kind]["url"] if isinstance(part[kind], dict) else part[kind]
-            return read_url(str(url), _URL_KINDS[kind], "")
+            return read_url(_url(part.get(kind), kind), _URL_KINDS[kind], "")
         case {"type": "input_audio", "input_audio": {"data": str(data), "format": str(format)}}:
             return read_url(f"data:audio/{format};base64,{data}", "audio", "")
         case {"type": "file", "file": {"file_data": str(data), **about}}:
@@ -149,12 +154,22 @@ def _from_part(part: Any, read_url: ReadUrl) -> Part:
             raise ValueError(f"unknown part of the content: {str(part)[:80]}")
 
 
+def _url(value: Any, kind: str) -> str:
+    match value:
+        case str(url) | {"url": str(url)}:
+            return url
+        case _:
+            raise ValueError(f"a part of the type {kind!r} has no URL")
+
+
 def _call(call: ToolCall) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
-def _from_call(call: Mapping[str, Any]) -> ToolCall:
-    function = call.get("function", call)
+def _from_call(call: Any) -> ToolCall:
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or "name" not in function:
+        raise ValueError(f"a tool call has no name: {str(call)[:80]}")
     arguments = function.get("arguments", "")
     written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     return ToolCall(str(call.get("id") or ""), str(function["name"]), written)
