@@ -123,7 +123,7 @@ def _describe_result(message: Message, accepts: Collection[str]) -> Message:
             continue
         result = parts[last]
         assert isinstance(result, ToolResult)
-        parts[last] = replace(result, content=f"{result.content}\n{line}".lstrip("\n"))
+        parts[last] = replace(result, content=f"{result.content}\n{line}" if result.content else line)
     return Message(message.role, tuple(parts))
 
 
