@@ -76,15 +76,11 @@ def test_a_download_is_resumed_checked_and_shared(hub: Hub, tmp_path: Path) -> N
     assert "is not in the hub's cache" in run(hub, tmp_path, "remove", NAME)[2]
 
 
-def test_a_hub_that_goes_away_keeps_what_arrived(hub: Hub, tmp_path: Path) -> None:
-    hub.cut_after, hub.damaged = 0, False
+def test_a_damaged_download_is_deleted_and_two_processes_share_one(hub: Hub, tmp_path: Path) -> None:
+    hub.cut_after, hub.damaged = None, True
     code, _, err = run(hub, tmp_path, "pull", NAME)
     assert code == 1
-    assert "was cut after 0 of" in err
-    assert f"`palaver models pull {NAME}` goes on from there" in err
-    assert err.count("\n") == 1
-    hub.cut_after, hub.damaged = None, True
-    assert "is damaged (its SHA-256 differs)" in run(hub, tmp_path, "pull", NAME)[2]
+    assert "is damaged (its SHA-256 differs)" in err.splitlines()[-1]
     hub.damaged = False
     assert NAME not in offered_names(tmp_path / "hub")
     hub.ranges, hub.sent = [], 0

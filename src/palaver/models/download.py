@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import shutil
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +19,9 @@ CHUNK_BYTES = 1 << 20
 MAX_FAILURES = 4
 """Failed attempts in a row, without a byte in between, after which a download is given up."""
 TIMEOUT_SECONDS = 30.0
+MAX_RETRY_SECONDS = 30.0
+"""The longest wait after a failed attempt. The first is 2 s, and each further one twice as long."""
+_WAIT_STEP_SECONDS = 0.5
 _REPORT_BYTES = 4 << 20
 
 
@@ -63,11 +67,14 @@ def _remote_file(file: Any) -> RemoteFile:
 
 
 def fetch_weights(
-    repository: Repository, names: Iterable[str], report: Callable[[float | None], None] | None = None
+    repository: Repository,
+    names: Iterable[str],
+    report: Callable[[float | None], None] | None = None,
+    wait: Callable[[float], None] = time.sleep,
 ) -> None:
     """Fetches those of the named files that are large, and not on disk yet. Raises DownloadFailed.
 
-    `report` is called with the share of all bytes that is on disk.
+    `report` is called with the share of all bytes that is on disk. `wait` sleeps for some seconds before an attempt.
     """
     wanted = set(names)
     files = [file for file in repository.files if file.name in wanted and file.sha256]
@@ -90,7 +97,7 @@ def fetch_weights(
             if report is not None:
                 report(min(1.0, (before + nbytes) / max(1, total)))
 
-        _fetch(repository, file, folder, report_file)
+        _fetch(repository, file, folder, report_file, wait)
         done += file.nbytes
 
 
@@ -111,7 +118,13 @@ def _present(folder: Path, file: RemoteFile) -> int:
     return 0
 
 
-def _fetch(repository: Repository, file: RemoteFile, folder: Path, report: Callable[[int], None]) -> None:
+def _fetch(
+    repository: Repository,
+    file: RemoteFile,
+    folder: Path,
+    report: Callable[[int], None],
+    wait: Callable[[float], None],
+) -> None:
     """Fetches one file, or waits for the process that does."""
     whole, part = folder / file.sha256, _part(folder, file)
     with _lock(folder / f"{file.sha256}.part.lock"):
@@ -121,7 +134,7 @@ def _fetch(repository: Repository, file: RemoteFile, folder: Path, report: Calla
         if part.is_file():
             _hash_file(part, digest)
         with part.open("ab") as stream:
-            _receive(repository, file, stream, digest, report)
+            _receive(repository, file, stream, digest, report, wait)
         if digest.hexdigest() != file.sha256:
             part.unlink()
             raise DownloadFailed(
@@ -145,8 +158,15 @@ def _hash_file(path: Path, digest: Any) -> None:
             digest.update(chunk)
 
 
-def _receive(repository: Repository, file: RemoteFile, stream: Any, digest: Any, report: Callable[[int], None]) -> None:
-    """Appends the rest of the file. Resumes after a cut, as long as bytes arrive in between."""
+def _receive(
+    repository: Repository,
+    file: RemoteFile,
+    stream: Any,
+    digest: Any,
+    report: Callable[[int], None],
+    wait: Callable[[float], None],
+) -> None:
+    """Appends the rest of the file. Resumes after a cut: at once if bytes have arrived, else after a wait."""
     import httpx
 
     failures, received = 0, stream.tell()
@@ -164,6 +184,8 @@ def _receive(repository: Repository, file: RemoteFile, stream: Any, digest: Any,
                         report(received)
             except httpx.HTTPError as failure:
                 error = str(failure).strip() or type(failure).__name__
+                if _is_final(failure):
+                    failures = MAX_FAILURES
             stream.flush()
             failures = 0 if received > before else failures + 1
             if received < file.nbytes and failures >= MAX_FAILURES:
@@ -172,6 +194,21 @@ def _receive(repository: Repository, file: RemoteFile, stream: Any, digest: Any,
                     f"bytes ({error or 'the connection ended'}). They are kept: `palaver models pull "
                     f"{repository.name}` goes on from there."
                 )
+            if received < file.nbytes and failures:
+                for _ in range(round(min(2**failures, MAX_RETRY_SECONDS) / _WAIT_STEP_SECONDS)):
+                    wait(_WAIT_STEP_SECONDS)
+                    report(received)  # raises if the program is ending
+
+
+def _is_final(failure: Exception) -> bool:
+    """Whether the hub refused the request, so that another attempt is in vain."""
+    import httpx
+
+    return (
+        isinstance(failure, httpx.HTTPStatusError)
+        and failure.response.is_client_error
+        and failure.response.status_code not in (408, 429)
+    )
 
 
 def _chunks(client: Any, repository: Repository, file: RemoteFile, start: int) -> Iterator[bytes]:
