@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 MAX_URL = 4096
 PORTS = {"http": 80, "https": 443}
+MAX_PORT = 65535
 _PLAIN_URL = re.compile(r"https?://[^\s\\@%/?#\x00-\x1f\x7f]+([/?#][^\s\\\x00-\x1f\x7f]*)?", re.IGNORECASE)
 """The host holds neither "@" nor an escape; the rest no backslash, which some parsers take for a slash."""
 _GLOBAL_UNICAST = ipaddress.IPv6Network("2000::/3")
@@ -41,7 +42,8 @@ def parse_url(url: str) -> httpx.URL:
     if len(url) <= MAX_URL and _PLAIN_URL.fullmatch(url):
         with suppress(httpx.InvalidURL):
             parsed = httpx.URL(url)
-            if parsed.scheme in PORTS and parsed.host and not parsed.userinfo:
+            plain = parsed.scheme in PORTS and parsed.host and not parsed.userinfo
+            if plain and (parsed.port or 0) <= MAX_PORT:
                 return parsed
     raise BadAddress("is at an address that is not a plain http or https URL")
 

@@ -177,6 +177,7 @@ def test_refuses_private_addresses_however_they_are_written(url: str) -> None:
         "http://good.example\uff20127.0.0.1/",
         "http://good.example/\\@127.0.0.1/",
         "ftp://a.example/x",
+        "http://a.example:65536/",
         "http://",
         "http:///x",
         "gopher://a",
