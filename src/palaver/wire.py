@@ -177,7 +177,7 @@ class DeletePresetRequest(RequestModel):
 class SaveDefaultsRequest(RequestModel):
     """The system prompt and the parameters that new conversations begin with."""
 
-    system: Annotated[str, Field(max_length=MAX_TEXT)] = ""
+    system: System = ""
     parameters: Parameters = Field(default_factory=dict)
 
 
