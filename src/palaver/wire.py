@@ -385,7 +385,7 @@ class DocumentSchema(ValueModel):
 
 
 class TranscriptionSchema(ValueModel):
-    """The words of a sound."""
+    """The transcript of an audio file."""
 
     text: str
 

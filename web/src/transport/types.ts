@@ -753,7 +753,7 @@ export interface ToolSignIn {
   url: string
 }
 
-/** The words of a sound. */
+/** The transcript of an audio file. */
 export interface Transcription {
   text: string
 }
