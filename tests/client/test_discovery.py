@@ -6,15 +6,14 @@ import asyncio
 import json
 import os
 import stat
-import subprocess
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
-from palaver.client.discovery import announce_server, find_server
+from palaver.client.discovery import Announcement, announce_server, find_server
 
 
 @asynccontextmanager
@@ -80,19 +79,59 @@ async def test_a_server_of_another_store_is_not_found(tmp_path: Path) -> None:
             assert await find_server(tmp_path / "one", "postgresql://me:***@here/a") == announcement
 
 
+def write_announcement(folder: Path, announcement: Announcement, **changes: object) -> Path:
+    path = folder / "servers" / f"{changes['instance']}.json"
+    path.write_text(json.dumps({**asdict(announcement), **changes}))
+    path.chmod(0o600)
+    return path
+
+
 async def test_files_of_dead_servers_are_removed(tmp_path: Path) -> None:
     received: dict[str, str] = {}
     async with healthy(received) as url:
-        dead = subprocess.Popen([sys.executable, "-c", ""])
-        dead.wait()
         with announce_server(tmp_path, url) as announcement:
             received["instance"] = announcement.instance
-            (path,) = (tmp_path / "servers").iterdir()
-            left = path.with_name(f"{dead.pid}.json")
-            left.write_text(json.dumps({**json.loads(path.read_text()), "pid": dead.pid}))
-            left.chmod(0o600)
+            closed = write_announcement(tmp_path, announcement, instance="closed", url="http://localhost:1")
+            taken_over = write_announcement(tmp_path, announcement, instance="another")
             assert await find_server(tmp_path) == announcement
-            assert not left.exists()
+            assert not closed.exists()
+            assert not taken_over.exists()
+
+
+@pytest.mark.parametrize("changes", [{"url": "http://127.0.0.1:1"}, {}])
+async def test_files_of_other_hosts_stay(tmp_path: Path, changes: dict[str, str]) -> None:
+    async with healthy({"instance": "another"}) as url:
+        with announce_server(tmp_path, url) as announcement:
+            path = write_announcement(tmp_path, announcement, instance="it", host="a container", **changes)
+            assert await find_server(tmp_path) is None
+            assert path.exists()
+
+
+async def test_an_overloaded_server_stays(tmp_path: Path) -> None:
+    async with healthy({"error": "too many requests"}) as url:
+        with announce_server(tmp_path, url):
+            assert await find_server(tmp_path) is None
+            assert list((tmp_path / "servers").iterdir())
+
+
+async def test_servers_with_the_same_process_id_have_files_of_their_own(tmp_path: Path) -> None:
+    """As in two containers on one data folder."""
+    received: dict[str, str] = {}
+    async with healthy(received) as url:
+        with announce_server(tmp_path, url) as announcement:
+            received["instance"] = announcement.instance
+            with announce_server(tmp_path, "http://127.0.0.1:1"):
+                assert len(list((tmp_path / "servers").iterdir())) == 2
+            assert await find_server(tmp_path) == announcement
+
+
+async def test_a_file_of_an_earlier_version_is_read(tmp_path: Path) -> None:
+    async with healthy({"instance": "it"}) as url:
+        (tmp_path / "servers").mkdir()
+        path = tmp_path / "servers" / "123.json"
+        path.write_text(json.dumps({"url": url, "pid": 123, "instance": "it", "secret": "s", "store": ""}))
+        path.chmod(0o600)
+        assert await find_server(tmp_path) == Announcement(url, 123, "it", "s")
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"url": 3}', '{"unknown": 1}'])

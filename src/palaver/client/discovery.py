@@ -10,10 +10,12 @@ import json
 import os
 import re
 import secrets
+import socket
 import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from enum import Enum, auto
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -38,6 +40,8 @@ class Announcement:
     """The database's address without its password; empty for the folder's own database."""
     certificate: str = ""
     """Its TLS certificate; empty without TLS."""
+    host: str = ""
+    """The machine or container, where the address means the same; empty in files of earlier versions."""
 
     @property
     def trust(self) -> ssl.SSLContext | bool:
@@ -51,9 +55,9 @@ def announce_server(
 ) -> Iterator[Announcement]:
     """While entered, users who can read the folder find the server."""
     announcement = Announcement(
-        url.rstrip("/"), os.getpid(), secrets.token_hex(8), secret, _address(store), certificate
+        url.rstrip("/"), os.getpid(), secrets.token_hex(8), secret, _address(store), certificate, _host()
     )
-    path = _servers_folder(folder) / f"{announcement.pid}.json"
+    path = _servers_folder(folder) / f"{announcement.instance}.json"
     _write(path, json.dumps(asdict(announcement)))
     try:
         yield announcement
@@ -71,16 +75,26 @@ def local_token(folder: Path) -> str:
 
 
 async def find_server(folder: Path, store: str = "") -> Announcement | None:
-    """The running server of this store that was started last. Files of dead servers are removed."""
+    """The running server of this store that was started last. Files of this host's dead servers are removed: those of
+    other hosts and containers may be alive, though they can't be reached from here."""
     for path in _newest_first(folder):
         announcement = _read(path)
         if announcement is None or announcement.store != _address(store):
             continue
-        if not _is_alive(announcement.pid):
-            path.unlink(missing_ok=True)
-        elif await _is_running(announcement):
+        health = await _check_health(announcement)
+        if health is _Health.RUNNING:
             return announcement
+        if health is _Health.DEAD and announcement.host in ("", _host()):
+            path.unlink(missing_ok=True)
     return None
+
+
+def _host() -> str:
+    """The host's name and, on Linux, its network: containers may have the same name."""
+    try:
+        return f"{socket.gethostname()} {os.readlink('/proc/self/ns/net')}"
+    except OSError:
+        return socket.gethostname()
 
 
 def _address(store: str) -> str:
@@ -125,26 +139,39 @@ def _read(path: Path) -> Announcement | None:
         return None
 
 
-def _is_alive(pid: int) -> bool:
-    if os.name != "posix":  # on Windows os.kill would end the process
-        return True
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
+class _Health(Enum):
+    RUNNING = auto()
+    DEAD = auto()
+    """Its port is closed, or of another server."""
+    UNKNOWN = auto()
 
 
-async def _is_running(announcement: Announcement) -> bool:
+async def _check_health(announcement: Announcement) -> _Health:
     """Whether this server runs at its address. The secret is not sent: another process may listen there."""
     try:
         async with httpx.AsyncClient(timeout=HEALTH_TIMEOUT_S, trust_env=False, verify=announcement.trust) as client:
             health = (await client.get(f"{announcement.url}/health")).json()
+    except httpx.ConnectError as error:
+        return _Health.DEAD if _is_refused(error) else _Health.UNKNOWN
     except (httpx.HTTPError, httpx.InvalidURL, ssl.SSLError, ValueError):
-        return False
-    return isinstance(health, dict) and health.get("instance") == announcement.instance
+        return _Health.UNKNOWN
+    instance = health.get("instance") if isinstance(health, dict) else None
+    if instance == announcement.instance:
+        return _Health.RUNNING
+    return _Health.DEAD if instance else _Health.UNKNOWN
+
+
+def _is_refused(error: BaseException | None) -> bool:
+    """Whether the connection was refused, at each of the host's addresses."""
+    match error:
+        case None:
+            return False
+        case ConnectionRefusedError():
+            return True
+        case BaseExceptionGroup():
+            return all(map(_is_refused, error.exceptions))
+        case _:
+            return _is_refused(error.__cause__ or error.__context__)
 
 
 def is_loopback(url: str) -> bool:
