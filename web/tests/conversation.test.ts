@@ -117,7 +117,7 @@ async function settled(): Promise<void> {
 }
 
 const ids = (conversation: Conversation): string[] => conversation.path.map((one) => one.id)
-const change = (message_id: string): Parameters<Conversation['changed']>[0] => ({ conversation_id: 'c', what: 'message', message_id })
+const change = (message_id: string): Parameters<Conversation['handleChange']>[0] => ({ conversation_id: 'c', what: 'message', message_id })
 
 describe('the conversation that is open', () => {
   it('begins where this tab stood', async () => {
@@ -132,11 +132,11 @@ describe('the conversation that is open', () => {
     server.cursor = 'a'
     const conversation = await opened()
     server.add('b', 'a')
-    conversation.changed(change('b'))
+    conversation.handleChange(change('b'))
     await settled()
     expect(ids(conversation)).toEqual(['a', 'b'])
     server.add('c', 'a')
-    conversation.changed(change('c'))
+    conversation.handleChange(change('c'))
     await settled()
     expect(ids(conversation)).toEqual(['a', 'b'])
     expect(conversation.tree.place('b').count).toBe(2)
@@ -146,26 +146,26 @@ describe('the conversation that is open', () => {
   it('shows compared replies side by side until one is chosen', async () => {
     const conversation = await opened()
     compareMode.set(true, false, [{ parameters: {} }, { parameters: { temperature: 0 } }])
-    expect(await conversation.say([{ type: 'text', text: 'a' }], 'key')).toBe(true)
+    expect(await conversation.send([{ type: 'text', text: 'a' }], 'key')).toBe(true)
     compareMode.set(false, false, compareMode.columns)
     expect(server.requests.find((one) => one.path.endsWith('/compare'))?.key).toBe('key')
     expect(ids(conversation)).toEqual(['said'])
     expect(conversation.comparison?.id).toBe('k')
-    const column = conversation.column('two')
+    const column = conversation.openColumn('two')
     await settled()
     expect(ids(column)).toEqual(['said', 'two'])
     expect(column.comparison).toBe(null)
     server.add('three', 'two', 'tool') // as a round of tool calls does
-    conversation.changed(change('three'))
+    conversation.handleChange(change('three'))
     await settled()
     expect(ids(column)).toEqual(['said', 'two', 'three'])
     expect(ids(conversation)).toEqual(['said'])
     expect(server.cursor).toBe('said')
-    conversation.drop(column)
+    conversation.closeColumn(column)
     expect(await conversation.choose(conversation.comparison!, 'two')).toBe(true)
     expect(ids(conversation)).toEqual(['said', 'two', 'three'])
     expect(conversation.comparison).toBe(null)
-    await conversation.stand('said')
+    await conversation.moveTo('said')
     expect(conversation.comparison?.chosen_id).toBe('two')
   })
 
@@ -174,7 +174,7 @@ describe('the conversation that is open', () => {
     server.add('b', 'a')
     server.cursor = 'a'
     const conversation = await opened()
-    conversation.changed({ conversation_id: 'c', what: 'ended', message_id: 'b' })
+    conversation.handleChange({ conversation_id: 'c', what: 'ended', message_id: 'b' })
     await settled()
     expect(ids(conversation)).toEqual(['a'])
   })
@@ -184,9 +184,9 @@ describe('the conversation that is open', () => {
     server.cursor = 'a'
     const conversation = await opened()
     server.failing = 0
-    const saying = conversation.say([{ type: 'text', text: 'hi' }], 'key')
+    const saying = conversation.send([{ type: 'text', text: 'hi' }], 'key')
     expect(conversation.pending?.key).toBe('key')
-    conversation.changed(change('said')) // one's own doing is told, too, perhaps before its answer
+    conversation.handleChange(change('said')) // one's own doing is told, too, perhaps before its answer
     expect(await saying).toBe(true)
     await settled()
     expect(ids(conversation)).toEqual(['a', 'said', 'reply'])
@@ -204,7 +204,7 @@ describe('the conversation that is open', () => {
     const conversation = await opened()
     for (const what of ['continue', 'fork']) {
       server.failing = 2
-      const doing = what === 'fork' ? conversation.fork(server.stored('b'), 3, 7) : conversation.goOn(server.stored('b'))
+      const doing = what === 'fork' ? conversation.fork(server.stored('b'), 3, 7) : conversation.continueReply(server.stored('b'))
       await vi.advanceTimersByTimeAsync(5000)
       expect(await doing).toBe(true)
       const sent = server.requests.filter((one) => one.path.endsWith(`/${what}`))
@@ -221,15 +221,15 @@ describe('the conversation that is open', () => {
     server.full = true
     const conversation = await opened()
     const parts = [{ type: 'text' as const, text: 'hi' }]
-    const back = conversation.say(parts, 'key')
+    const back = conversation.send(parts, 'key')
     await settled()
-    expect(conversation.full).toMatchObject({ tokens: 400, limit: 300 })
-    conversation.full?.choose(null)
+    expect(conversation.overflow).toMatchObject({ tokens: 400, limit: 300 })
+    conversation.overflow?.choose(null)
     expect(await back).toBe(false)
-    expect(conversation.full).toBe(null)
-    const always = conversation.say(parts, 'key')
+    expect(conversation.overflow).toBe(null)
+    const always = conversation.send(parts, 'key')
     await settled()
-    conversation.full?.choose('always')
+    conversation.overflow?.choose('always')
     expect(await always).toBe(true)
     expect(ids(conversation)).toEqual(['a', 'said', 'reply'])
     expect(server.requests.find((one) => one.method === 'PATCH')?.body).toEqual({ parameters: { overflow: 'shorten' } })
@@ -241,10 +241,10 @@ describe('the conversation that is open', () => {
     server.cursor = 'a'
     const conversation = await opened()
     server.gone = true
-    expect(await conversation.say([{ type: 'text', text: 'hi' }], 'key')).toBe(false)
+    expect(await conversation.send([{ type: 'text', text: 'hi' }], 'key')).toBe(false)
     expect(notices.all.map((one) => one.lines[0]?.text)).toEqual(['gone'])
     server.gone = false
-    expect(await conversation.say([{ type: 'text', text: 'hi' }], 'key')).toBe(true)
+    expect(await conversation.send([{ type: 'text', text: 'hi' }], 'key')).toBe(true)
     expect(notices.all).toEqual([])
   })
 

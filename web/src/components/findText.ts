@@ -1,12 +1,12 @@
 // Where words are in the text of elements, across the elements inside of them.
 
-import { patternOf } from '../state/find.svelte'
+import { createPattern } from '../state/find.svelte'
 
 const MOST = 2000
 
 /** The places of a text, in any case; a space stands for any white space. */
 export function findText(places: readonly HTMLElement[], text: string): Range[] {
-  const pattern = patternOf(text)
+  const pattern = createPattern(text)
   if (pattern === null) return []
   const found: Range[] = []
   for (const place of places) {

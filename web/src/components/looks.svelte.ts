@@ -1,4 +1,4 @@
-// How each reply is looked at: as text, token by token, raw, by the steps it was denoised in, or with its statistics.
+// The view of each reply: text, tokens, raw text, diffusion steps or statistics.
 import { SvelteMap } from 'svelte/reactivity'
 
 export type Look = 'text' | 'tokens' | 'raw' | 'steps' | 'statistics'
@@ -6,7 +6,7 @@ export type Look = 'text' | 'tokens' | 'raw' | 'steps' | 'statistics'
 class Looks {
   #looks = new SvelteMap<string, Look>()
 
-  of(id: string): Look {
+  get(id: string): Look {
     return this.#looks.get(id) ?? 'text'
   }
 

@@ -1,6 +1,6 @@
-// The conversation that is open: one branch of its tree, the turns that run in it, and what a person does with it.
+// The open conversation: one branch of its tree, its running turns, and the actions of the user.
 //
-// Every write names its parent, so two tabs that don't know of each other make two branches and never overwrite.
+// Every write names its parent, so that two tabs create two branches instead of overwriting each other.
 import { SvelteMap } from 'svelte/reactivity'
 import { strings } from '../strings'
 import * as api from '../transport/api'
@@ -14,16 +14,16 @@ import { tabName } from './storage'
 import { Tree } from './tree'
 import { Turn } from './turn.svelte'
 
-const NOWHERE: Cursor = { message_id: null, can_undo: false, can_redo: false }
-const LOOK_AGAIN = 1000
+const NO_CURSOR: Cursor = { message_id: null, can_undo: false, can_redo: false }
+const RETRY_MS = 1000
 
 export interface Pending {
   parts: Part[]
   key: string
 }
 
-/** What was said doesn't fit into the context any more: a person chooses, or goes back to the message. */
-export interface Full {
+/** A message does not fit into the context: the user decides whether to shorten the conversation. */
+export interface ContextOverflow {
   tokens: number
   limit: number
   choose: (choice: 'once' | 'always' | null) => void
@@ -33,53 +33,53 @@ export class Conversation {
   about: About | null = $state.raw(null)
   path: Stored[] = $state.raw([])
   tree: Tree = $state.raw(new Tree())
-  cursor: Cursor = $state.raw(NOWHERE)
+  cursor: Cursor = $state.raw(NO_CURSOR)
   gauge: Gauge | null = $state.raw(null)
-  /** What was sent and not yet taken. */
+  /** The message that the server has not stored yet. */
   pending: Pending | null = $state.raw(null)
-  full: Full | null = $state.raw(null)
-  /** The model that the next reply waits for, while it is loaded. */
+  overflow: ContextOverflow | null = $state.raw(null)
+  /** The model that is being loaded for the next reply. */
   loading: ModelCard | null = $state.raw(null)
   missing = $state(false)
   loaded = $state(false)
   readonly turns = new SvelteMap<string, Turn>()
-  /** The tool calls that the server runs, by the reply that made them. */
+  /** The tool calls that the server runs, by reply. */
   readonly rounds = new SvelteMap<string, ToolRound>()
-  /** The comparisons of this conversation, the oldest first. */
+  /** The comparisons of this conversation, oldest first. */
   comparisons: Comparison[] = $state.raw([])
-  /** The branches of the comparison that is shown. They hear what this one hears. */
+  /** The branches of the comparison on screen. They receive the events of this conversation. */
   readonly columns = new Set<Conversation>()
   #client = tabName()
   #writing = 0
   #stale = false
   #changing: Promise<unknown> = Promise.resolve()
   #closed = false
-  #looking: Promise<void> | null = null
+  #refreshing: Promise<void> | null = null
   #roundRequests = new Map<string, number>()
   #timers = new Set<ReturnType<typeof setTimeout>>()
 
   constructor(
     readonly id: string,
     private readonly stream: Stream,
-    /** Whether it is a column of a comparison: it has no cursor, and ends with its branch. */
+    /** Whether this is a column of a comparison. A column has no cursor. */
     private readonly isColumn = false,
   ) {}
 
-  /** The comparison that is shown: that of the message where we stand. */
+  /** The comparison at the end of the branch. */
   get comparison(): Comparison | null {
     const { leaf } = this
     return leaf === null || this.isColumn ? null : (this.comparisons.findLast((one) => one.parent_id === leaf) ?? null)
   }
 
-  /** A column of a comparison: the branch of one reply. */
-  column(reply: string): Conversation {
+  /** Opens the branch of one reply as a column of a comparison. */
+  openColumn(reply: string): Conversation {
     const column = new Conversation(this.id, this.stream, true)
     this.columns.add(column)
     void column.open(reply)
     return column
   }
 
-  drop(column: Conversation): void {
+  closeColumn(column: Conversation): void {
     this.columns.delete(column)
     column.close()
   }
@@ -88,12 +88,12 @@ export class Conversation {
     return this.path.at(-1)?.id ?? null
   }
 
-  /** The reply that is being said on this branch. */
+  /** The running reply of this branch. */
   get running(): Stored | null {
     return this.path.findLast((one) => this.isRunning(one)) ?? null
   }
 
-  /** The reply whose tool calls run now. */
+  /** The reply whose tool calls are running. */
   get calling(): Stored | null {
     const runs = (id: string): boolean => {
       const round = this.rounds.get(id)
@@ -107,17 +107,17 @@ export class Conversation {
     return turn ? !turn.ended : message.reply?.status === 'running'
   }
 
-  /** Whether a reply was cut short, or is an edited one at the end: all others are whole. */
+  /** Whether a reply is incomplete, or an edited one at the end of the branch. */
   canContinue(message: Stored): boolean {
     if (message.role !== 'assistant' || this.isRunning(message) || !model.isAvailable) return false
     if (!message.reply) return message.edit_of !== null && message.id === this.leaf
     const round = this.rounds.get(message.id)
     if (round) return round.state === 'stopped' || round.state === 'failed'
-    if (message.reply.status === 'running') return false // it has just ended, and how is not known yet
+    if (message.reply.status === 'running') return false // it has just ended; its final status is not loaded yet
     return message.reply.status !== 'done' && !this.fillsContext(message)
   }
 
-  /** Whether a reply was cut off because the context was full, not at a limit that was set. */
+  /** Whether a reply ended because the context was full, not at `max_tokens`. */
   fillsContext({ reply }: Stored): boolean {
     if (reply?.status !== 'length' || !reply.usage || !model.card?.context_length) return false
     return reply.usage.prompt_tokens + reply.usage.reply_tokens >= model.card.context_length
@@ -127,9 +127,9 @@ export class Conversation {
     try {
       const [about, cursor, nodes, comparisons] = await Promise.all([
         api.getConversation(this.id),
-        this.#cursor(),
+        this.#loadCursor(),
         api.listNodes(this.id),
-        this.#compared(),
+        this.#loadComparisons(),
       ])
       if (this.#closed) return
       this.about = about
@@ -137,12 +137,12 @@ export class Conversation {
       this.cursor = cursor
       this.tree = new Tree(nodes)
       const leaf = at && this.tree.has(at) ? (await api.getNewestLeaf(this.id, at)).id : cursor.message_id
-      await this.#show(leaf)
-      if (leaf !== cursor.message_id) await this.#stand(leaf)
+      await this.#loadPath(leaf)
+      if (leaf !== cursor.message_id) await this.#moveCursor(leaf)
       this.loaded = true
     } catch (error) {
       if (error instanceof ApiError && error.status === 404) this.missing = true
-      else if (!this.#closed) this.#later(() => void this.open(at))
+      else if (!this.#closed) this.#retryLater(() => void this.open(at))
     }
   }
 
@@ -152,75 +152,75 @@ export class Conversation {
     for (const [id, turn] of this.turns) this.stream.unsubscribe(id, turn)
   }
 
-  /** The server can't be reached: until it can, nobody knows whether the model thinks. */
-  disconnected(): void {
+  /** Pauses the clocks of thoughts while the server is unreachable. */
+  handleDisconnect(): void {
     for (const turn of this.turns.values()) turn.pause()
-    for (const column of this.columns) column.disconnected()
+    for (const column of this.columns) column.handleDisconnect()
   }
 
-  /** Somebody did something here, perhaps we. */
-  changed(change: Change): void {
-    for (const column of this.columns) column.changed(change)
-    if (change.what === 'turn' && change.message_id) this.#tookUp(change.message_id)
+  /** Handles a change by any client, including this one. */
+  handleChange(change: Change): void {
+    for (const column of this.columns) column.handleChange(change)
+    if (change.what === 'turn' && change.message_id) this.#resumeTurn(change.message_id)
     if (change.what === 'tools' && change.message_id) void this.#loadRound(change.message_id)
-    else this.look()
+    else this.refresh()
   }
 
-  /** What the server knows now. A branch that grew behind where we stand is followed. */
-  look(): void {
+  /** Loads the current state. If the branch has grown, its new end is shown. */
+  refresh(): void {
     if (!this.loaded || this.#closed) return
-    for (const column of this.columns) column.look()
-    if (this.#writing > 0 || this.#looking) {
+    for (const column of this.columns) column.refresh()
+    if (this.#writing > 0 || this.#refreshing) {
       this.#stale = true
       return
     }
-    this.#looking = this.#look()
+    this.#refreshing = this.#refresh()
       .catch((error: unknown) => {
         if (error instanceof ApiError && error.status === 404) this.missing = true
       })
       .finally(() => {
-        this.#looking = null
-        this.#settled()
+        this.#refreshing = null
+        this.#refreshIfStale()
       })
   }
 
-  async #look(): Promise<void> {
+  async #refresh(): Promise<void> {
     const [about, nodes, cursor, comparisons] = await Promise.all([
       api.getConversation(this.id),
       api.listNodes(this.id),
-      this.#cursor(),
-      this.#compared(),
+      this.#loadCursor(),
+      this.#loadComparisons(),
     ])
     if (this.#closed || this.#writing > 0) {
       this.#stale = true
       return
     }
     for (const [id, round] of this.rounds) if (round.state === 'open') void this.#loadRound(id)
-    const known = this.tree
+    const previous = this.tree
     this.about = about
     this.cursor = cursor
     this.comparisons = comparisons
     this.tree = new Tree(nodes)
-    if (this.comparison) return // its replies are shown side by side
+    if (this.comparison) return // its replies are shown in columns
     const leaf = this.leaf
-    const grown = nodes.some((node) => !known.has(node.id) && (leaf === null || this.tree.path(node.id).includes(leaf)))
-    if (!grown) return
+    const hasGrown = nodes.some((node) => !previous.has(node.id) && (leaf === null || this.tree.path(node.id).includes(leaf)))
+    if (!hasGrown) return
     const to = leaf === null ? nodes.at(-1)!.id : (await api.getNewestLeaf(this.id, leaf)).id
     if (this.leaf !== leaf) return
-    await this.#show(to)
-    await this.#stand(to)
+    await this.#loadPath(to)
+    await this.#moveCursor(to)
   }
 
-  #settled(): void {
+  #refreshIfStale(): void {
     if (this.#stale && this.#writing === 0 && !this.#closed) {
       this.#stale = false
-      this.look()
+      this.refresh()
     }
   }
 
-  // what a person does
+  // Actions of the user
 
-  async say(parts: Part[], key: string, role: 'user' | 'tool' = 'user'): Promise<boolean> {
+  async send(parts: Part[], key: string, role: 'user' | 'tool' = 'user'): Promise<boolean> {
     this.pending = { parts, key }
     let sent = false
     const done = await this.#write(async () => {
@@ -230,51 +230,51 @@ export class Conversation {
         sent = true
         return
       }
-      const said = await this.#said({ parent: this.leaf, message: { role, parts } }, key)
-      if (!said) return
+      const result = await this.#sendMessage({ parent: this.leaf, message: { role, parts } }, key)
+      if (!result) return
       sent = true
       this.pending = null
-      await this.#moved(said.reply.id, [...this.path, said.message, said.reply])
+      await this.#moveTo(result.reply.id, [...this.path, result.message, result.reply])
     })
     this.pending = null
     return done && sent
   }
 
-  /** Another reply beside this one. */
+  /** Creates another reply to the same message. */
   retry(reply: Stored): Promise<boolean> {
     return this.#write(async () => {
       if (reply.parent_id === null) return
       await this.#changing
       if (compareMode.on) return this.#compare({ parent: reply.parent_id, message: null }, newKey())
-      await this.#moved((await api.createReply(this.id, reply.parent_id, newKey())).id)
+      await this.#moveTo((await api.createReply(this.id, reply.parent_id, newKey())).id)
     })
   }
 
-  /** A reply to a message that has none on this branch. */
+  /** Creates a reply to a message that has none on this branch. */
   answer(message: Stored): Promise<boolean> {
-    return this.#write(async () => this.#moved((await api.createReply(this.id, message.id, newKey())).id))
+    return this.#write(async () => this.#moveTo((await api.createReply(this.id, message.id, newKey())).id))
   }
 
-  /** Another wording beside the old one; one's own is answered, a model's stands as it is. */
+  /** Creates an edited version of a message. An edited user message gets a new reply. */
   edit(message: Stored, parts: Part[]): Promise<boolean> {
     return this.#write(async () => {
       const edited = await api.editMessage(message.id, parts, newKey())
       const reply = message.role === 'user' ? await api.createReply(this.id, edited.id, newKey()) : edited
-      await this.#moved(reply.id)
+      await this.#moveTo(reply.id)
     })
   }
 
-  goOn(reply: Stored): Promise<boolean> {
+  continueReply(reply: Stored): Promise<boolean> {
     return this.#write(async () => {
-      const going = await api.continueReply(reply.id, newKey())
-      if (going.id !== reply.id) return this.#moved(going.id)
-      this.#replace(going)
-      if (this.rounds.has(going.id)) return this.#loadRound(going.id)
-      this.#tookUp(going.id)
+      const continued = await api.continueReply(reply.id, newKey())
+      if (continued.id !== reply.id) return this.#moveTo(continued.id)
+      this.#replace(continued)
+      if (this.rounds.has(continued.id)) return this.#loadRound(continued.id)
+      this.#resumeTurn(continued.id)
     })
   }
 
-  /** Approves or denies tool calls that wait. */
+  /** Approves or denies waiting tool calls. */
   async decide(reply: Stored, decisions: CallDecision[]): Promise<boolean> {
     return this.#try(async () => {
       await api.decideCalls(reply.id, decisions)
@@ -283,29 +283,29 @@ export class Conversation {
   }
 
   fork(reply: Stored, tokens: number, instead: number | null): Promise<boolean> {
-    return this.#write(async () => this.#moved((await api.forkReply(reply.id, tokens, instead, newKey())).id))
+    return this.#write(async () => this.#moveTo((await api.forkReply(reply.id, tokens, instead, newKey())).id))
   }
 
-  /** The reply that is better, whose branch goes on; null: none is. */
+  /** Chooses the better reply, whose branch continues; null: none is better. */
   choose(comparison: Comparison, reply: string | null): Promise<boolean> {
     return this.#write(async () => {
-      const decided = await api.chooseReply(comparison.id, reply)
-      this.comparisons = this.comparisons.map((one) => (one.id === decided.id ? decided : one))
-      if (comparison.blind && !comparison.decided_at) notices.tell(strings.compare.revealed(decided.replies.map((one) => one.name)))
-      if (reply !== null) await this.#moved((await api.getNewestLeaf(this.id, reply)).id ?? reply)
+      const updated = await api.chooseReply(comparison.id, reply)
+      this.comparisons = this.comparisons.map((one) => (one.id === updated.id ? updated : one))
+      if (comparison.blind && !comparison.decided_at) notices.show(strings.compare.revealed(updated.replies.map((one) => one.name)))
+      if (reply !== null) await this.#moveTo((await api.getNewestLeaf(this.id, reply)).id ?? reply)
     })
   }
 
-  /** Back to a message, whatever follows it. */
-  stand(message: string): Promise<boolean> {
-    return this.#write(() => this.#moved(message))
+  /** Moves the cursor to a message, even if messages follow it. */
+  moveTo(message: string): Promise<boolean> {
+    return this.#write(() => this.#moveTo(message))
   }
 
-  /** Stops the reply that runs, or all that are compared. */
+  /** Stops the running reply, or all replies of a comparison. */
   async stopAll(): Promise<void> {
     const running = [this, ...this.columns].flatMap((one) => one.running?.id ?? [])
-    const compared = this.comparison?.replies.map((one) => one.reply_id) ?? [] // also those that are not shown yet
-    await Promise.all([...new Set([...running, ...compared])].map((id) => this.#try(() => api.stopReply(id))))
+    const comparedIds = this.comparison?.replies.map((one) => one.reply_id) ?? [] // including replies that are not loaded yet
+    await Promise.all([...new Set([...running, ...comparedIds])].map((id) => this.#try(() => api.stopReply(id))))
   }
 
   async stop(reply: Stored): Promise<void> {
@@ -316,112 +316,112 @@ export class Conversation {
     await this.#try(() => api.answerNow(reply.id))
   }
 
-  /** To the newest end of the branch on which this message is. */
+  /** Shows the newest leaf below a message. */
   async goTo(message: string): Promise<void> {
     await this.#write(async () => {
       const leaf = (await api.getNewestLeaf(this.id, message)).id ?? message
-      await this.#show(leaf)
-      await this.#stand(leaf)
+      await this.#loadPath(leaf)
+      await this.#moveCursor(leaf)
     })
   }
 
   undo(): Promise<boolean> {
-    return this.#back(api.undo)
+    return this.#stepHistory(api.undo)
   }
 
   redo(): Promise<boolean> {
-    return this.#back(api.redo)
+    return this.#stepHistory(api.redo)
   }
 
-  /** What is said after this is said with it. */
-  change(asked: Parameters<typeof api.updateConversation>[1]): Promise<boolean> {
+  /** Changes the conversation. Later messages wait for the change. */
+  change(request: Parameters<typeof api.updateConversation>[1]): Promise<boolean> {
     const changing = this.#write(async () => {
-      this.about = await api.updateConversation(this.id, asked)
-      void this.#measure()
+      this.about = await api.updateConversation(this.id, request)
+      void this.#loadGauge()
     })
     this.#changing = Promise.all([this.#changing, changing])
     return changing
   }
 
-  // how it comes about
+  // Implementation
 
-  /** Null where the context is full and the person went back to the message. */
-  async #said(asked: api.SendMessageRequest, key: string): Promise<Said | null> {
+  /** Sends a message. Returns null if the context is full and the user cancelled. */
+  async #sendMessage(request: api.SendMessageRequest, key: string): Promise<Said | null> {
     try {
-      return await api.sendMessage(this.id, asked, key)
+      return await api.sendMessage(this.id, request, key)
     } catch (error) {
-      const full = error instanceof ApiError && error.name === 'context_overflow' && this.path.length > 0
-      if (!full) throw error
+      const isOverflow = error instanceof ApiError && error.name === 'context_overflow' && this.path.length > 0
+      if (!isOverflow) throw error
       const { tokens, limit } = error.error.details as { tokens: number; limit: number }
-      const choice = await new Promise<'once' | 'always' | null>((choose) => (this.full = { tokens, limit, choose }))
-      this.full = null
+      const choice = await new Promise<'once' | 'always' | null>((choose) => (this.overflow = { tokens, limit, choose }))
+      this.overflow = null
       if (choice === null) return null
       const shorten = { overflow: 'shorten' }
       if (choice === 'always') this.about = await api.updateConversation(this.id, { parameters: { ...this.about?.parameters, ...shorten } })
-      return api.sendMessage(this.id, { ...asked, parameters: shorten }, key)
+      return api.sendMessage(this.id, { ...request, parameters: shorten }, key)
     }
   }
 
-  async #compare(asked: Pick<api.CompareRequest, 'parent' | 'message'>, key: string): Promise<void> {
+  async #compare(request: Pick<api.CompareRequest, 'parent' | 'message'>, key: string): Promise<void> {
     const { columns, blind } = compareMode
-    const made = await api.startComparison(this.id, { ...asked, columns, blind }, key)
-    this.comparisons = [...this.comparisons.filter((one) => one.id !== made.id), made]
-    await this.#moved(made.parent_id)
+    const created = await api.startComparison(this.id, { ...request, columns, blind }, key)
+    this.comparisons = [...this.comparisons.filter((one) => one.id !== created.id), created]
+    await this.#moveTo(created.parent_id)
   }
 
-  #cursor(): Promise<Cursor> {
-    return this.isColumn ? Promise.resolve(NOWHERE) : api.getCursor(this.id, this.#client)
+  #loadCursor(): Promise<Cursor> {
+    return this.isColumn ? Promise.resolve(NO_CURSOR) : api.getCursor(this.id, this.#client)
   }
 
-  #compared(): Promise<Comparison[]> {
+  #loadComparisons(): Promise<Comparison[]> {
     return this.isColumn ? Promise.resolve([]) : api.listComparisons(this.id)
   }
 
-  #back(way: typeof api.undo): Promise<boolean> {
+  #stepHistory(step: typeof api.undo): Promise<boolean> {
     return this.#write(async () => {
-      const cursor = await way(this.id, this.#client)
-      await this.#show(cursor.message_id)
+      const cursor = await step(this.id, this.#client)
+      await this.#loadPath(cursor.message_id)
       this.cursor = cursor
     })
   }
 
-  async #moved(leaf: string, path: Stored[] | null = null): Promise<void> {
+  async #moveTo(leaf: string, path: Stored[] | null = null): Promise<void> {
     if (path) this.#display(path)
-    else await this.#show(leaf)
-    await this.#stand(leaf)
+    else await this.#loadPath(leaf)
+    await this.#moveCursor(leaf)
     this.tree = new Tree(await api.listNodes(this.id))
   }
 
-  async #stand(leaf: string | null): Promise<void> {
+  async #moveCursor(leaf: string | null): Promise<void> {
     if (!this.isColumn) this.cursor = await api.moveCursor(this.id, this.#client, leaf)
   }
 
-  async #show(leaf: string | null): Promise<void> {
+  async #loadPath(leaf: string | null): Promise<void> {
     const path = leaf === null ? [] : await api.getPath(leaf)
     if (!this.#closed) this.#display(path)
   }
 
   #display(path: Stored[]): void {
-    const known = new Map(this.path.map((one) => [one.id, one]))
-    this.path = path.map((one) => same(known.get(one.id), one)) // what did not change is not drawn again
+    const previous = new Map(this.path.map((one) => [one.id, one]))
+    this.path = path.map((one) => reuseUnchanged(previous.get(one.id), one)) // unchanged messages are not rendered again
     for (const message of path) {
-      if (message.reply?.status === 'running') this.#follow(message.id)
+      if (message.reply?.status === 'running') this.#subscribe(message.id)
       else if (callsTools(message) && this.rounds.get(message.id)?.state !== 'done') void this.#loadRound(message.id)
     }
-    if (!this.running) void this.#measure()
+    if (!this.running) void this.#loadGauge()
   }
 
-  #follow(id: string): void {
+  #subscribe(id: string): void {
     if (this.#closed) return
     let turn = this.turns.get(id)
     if (!turn) {
-      turn = new Turn((turn) => void this.#over(id, turn))
+      turn = new Turn((turn) => void this.#finishTurn(id, turn))
       this.turns.set(id, turn)
     }
     this.stream.subscribe(id, turn)
   }
 
-  /** The newest request counts: an earlier one may be answered later, with what was true before. */
+  /** Only the response to the newest request is used: responses may arrive out of order. */
   async #loadRound(id: string): Promise<void> {
     if (!this.path.some((one) => one.id === id)) return
     const number = (this.#roundRequests.get(id) ?? 0) + 1
@@ -430,26 +430,26 @@ export class Conversation {
       const round = await api.getToolRound(id)
       if (round && !this.#closed && this.#roundRequests.get(id) === number) this.rounds.set(id, round)
     } catch {
-      this.#later(() => void this.#loadRound(id))
+      this.#retryLater(() => void this.#loadRound(id))
     }
   }
 
-  /** The turn goes on, where we show it. */
-  #tookUp(id: string): void {
-    if (this.path.some((one) => one.id === id)) this.#follow(id)
+  /** Subscribes to a turn again if its message is on this branch. */
+  #resumeTurn(id: string): void {
+    if (this.path.some((one) => one.id === id)) this.#subscribe(id)
   }
 
-  async #over(id: string, turn: Turn): Promise<void> {
-    notices.settle('running')
+  async #finishTurn(id: string, turn: Turn): Promise<void> {
+    notices.clear('running')
     try {
       const message = await api.getMessage(id)
       this.#replace(message)
       if (callsTools(message)) void this.#loadRound(id)
-      // a server that was started again takes the turn up in a moment
-      if (message.reply?.status === 'running' && turn.ended) this.#later(() => this.#tookUp(id))
-      else void this.#measure()
+      // a restarted server resumes the turn shortly
+      if (message.reply?.status === 'running' && turn.ended) this.#retryLater(() => this.#resumeTurn(id))
+      else void this.#loadGauge()
     } catch {
-      this.#later(() => void this.#over(id, turn))
+      this.#retryLater(() => void this.#finishTurn(id, turn))
     }
   }
 
@@ -457,7 +457,7 @@ export class Conversation {
     this.path = this.path.map((one) => (one.id === message.id ? message : one))
   }
 
-  async #measure(): Promise<void> {
+  async #loadGauge(): Promise<void> {
     const leaf = this.leaf
     try {
       const gauge = await api.getGauge(this.id, leaf)
@@ -467,53 +467,53 @@ export class Conversation {
     }
   }
 
-  async #write(act: () => Promise<void>): Promise<boolean> {
+  async #write(action: () => Promise<void>): Promise<boolean> {
     this.#writing += 1
-    const looking = setInterval(() => void this.#lookForLoading(), LOOK_AGAIN)
-    const done = await this.#try(act)
-    clearInterval(looking)
+    const polling = setInterval(() => void this.#findLoadingModel(), RETRY_MS)
+    const done = await this.#try(action)
+    clearInterval(polling)
     this.#writing -= 1
-    if (this.loading) void model.look()
+    if (this.loading) void model.refresh()
     this.loading = null
-    this.#settled()
+    this.#refreshIfStale()
     return done
   }
 
-  async #lookForLoading(): Promise<void> {
-    const compared = compareMode.on ? compareMode.columns.map((one) => one.parameters?.['model']) : []
-    const names = new Set([this.about?.parameters['model'], ...compared].map((name) => String(name ?? '')))
+  async #findLoadingModel(): Promise<void> {
+    const models = compareMode.on ? compareMode.columns.map((one) => one.parameters?.['model']) : []
+    const names = new Set([this.about?.parameters['model'], ...models].map((name) => String(name ?? '')))
     const cards = await Promise.all([...names].map((name) => api.getModel(name).catch(() => null)))
     if (this.#writing > 0) this.loading = cards.find((card) => card?.state === 'loading') ?? null
   }
 
-  async #try(act: () => Promise<void>): Promise<boolean> {
+  async #try(action: () => Promise<void>): Promise<boolean> {
     try {
-      await act()
-      notices.settle('action', 'connection')
+      await action()
+      notices.clear('action', 'connection')
       return true
     } catch (error) {
-      notices.fail(error)
+      notices.showError(error)
       return false
     }
   }
 
-  #later(act: () => void): void {
+  #retryLater(action: () => void): void {
     if (this.#closed) return
     const timer = setTimeout(() => {
       this.#timers.delete(timer)
-      act()
-    }, LOOK_AGAIN)
+      action()
+    }, RETRY_MS)
     this.#timers.add(timer)
   }
 }
 
-/** Whether it is a reply whose tool calls the server runs. */
+/** Whether the server runs the tool calls of this reply. */
 function callsTools(message: Stored): boolean {
   return message.reply?.settings.options['loop'] !== undefined && message.parts.some((part) => part.type === 'tool_call')
 }
 
-/** The one that is known, where it says the same: only how a reply stands ever changes. */
-function same(known: Stored | undefined, now: Stored): Stored {
-  const is = known?.reply?.status === now.reply?.status && known?.reply?.ended_at === now.reply?.ended_at
-  return known && is ? known : now
+/** Returns the previous object if the message is unchanged. Only the status of a reply can change. */
+function reuseUnchanged(previous: Stored | undefined, now: Stored): Stored {
+  const is = previous?.reply?.status === now.reply?.status && previous?.reply?.ended_at === now.reply?.ended_at
+  return previous && is ? previous : now
 }

@@ -1,15 +1,15 @@
-// The list of conversations, and what was found in them.
+// The list of conversations and the results of a search.
 import * as api from '../transport/api'
 import { strings } from '../strings'
 import type { ChangeConversation, Conversation, Hit } from '../transport/types'
 import { notices } from './notices.svelte'
 
-const PAGE = 50
-const MOST = 1000 // that are pinned
-const PAUSE = 200
+const PAGE_SIZE = 50
+const MAX_PINNED = 1000
+const DELAY_MS = 200
 
 class Conversations {
-  /** Those that are not pinned, page by page; in the list of deleted ones, all. */
+  /** The unpinned conversations, in pages; in the list of deleted conversations, all of them. */
   all: Conversation[] = $state.raw([])
   pinned: Conversation[] = $state.raw([])
   hits: Hit[] = $state.raw([])
@@ -20,57 +20,57 @@ class Conversations {
   more = $state(false)
   loaded = $state(false)
   #timer: ReturnType<typeof setTimeout> | undefined
-  #searching: ReturnType<typeof setTimeout> | undefined
-  #asked = 0
+  #searchTimer: ReturnType<typeof setTimeout> | undefined
+  #requestNumber = 0
 
-  /** Looks soon, once for all that changed meanwhile. */
-  refresh(): void {
+  /** Loads the list after a delay, once for several changes. */
+  loadSoon(): void {
     clearTimeout(this.#timer)
-    this.#timer = setTimeout(() => void this.look(), PAUSE)
+    this.#timer = setTimeout(() => void this.load(), DELAY_MS)
   }
 
-  async look(): Promise<void> {
-    const asked = ++this.#asked
-    const count = Math.max(PAGE, this.all.length)
+  async load(): Promise<void> {
+    const number = ++this.#requestNumber
+    const count = Math.max(PAGE_SIZE, this.all.length)
     try {
-      const pinned = this.deleted ? [] : api.listConversations({ ...this.#listing(MOST), pinned: true })
-      const [found, tags, fixed] = await Promise.all([api.listConversations(this.#listing(count)), api.listTags(), pinned])
-      if (asked !== this.#asked) return
+      const pinned = this.deleted ? [] : api.listConversations({ ...this.#listQuery(MAX_PINNED), pinned: true })
+      const [found, tags, pinnedNow] = await Promise.all([api.listConversations(this.#listQuery(count)), api.listTags(), pinned])
+      if (number !== this.#requestNumber) return
       this.all = found
-      this.pinned = fixed
+      this.pinned = pinnedNow
       this.tags = tags
       this.more = found.length >= count
       this.loaded = true
     } catch {
-      // the banner tells; the stream looks again when it is back
+      // the banner shows that the server is unreachable; the stream triggers a reload
     }
   }
 
-  async lookFurther(): Promise<void> {
+  async loadMore(): Promise<void> {
     const before = this.all.at(-1)?.id
     if (!before) return
-    const found = await api.listConversations({ ...this.#listing(PAGE), before }).catch(() => [])
+    const found = await api.listConversations({ ...this.#listQuery(PAGE_SIZE), before }).catch(() => [])
     this.all = [...this.all, ...found]
-    this.more = found.length >= PAGE
+    this.more = found.length >= PAGE_SIZE
   }
 
-  /** Shows others: those with a tag, or the deleted ones. */
-  choose(tag: string | null, deleted: boolean): void {
+  /** Shows the conversations with a tag, or the deleted ones. */
+  filter(tag: string | null, deleted: boolean): void {
     this.tag = tag
     this.deleted = deleted
     this.all = []
     this.pinned = []
-    void this.look()
+    void this.load()
   }
 
   search(query: string): void {
     this.query = query
-    clearTimeout(this.#searching)
+    clearTimeout(this.#searchTimer)
     if (query.trim() === '') this.hits = []
-    this.#searching = setTimeout(() => void this.#search(query), PAUSE)
+    this.#searchTimer = setTimeout(() => void this.#search(query), DELAY_MS)
   }
 
-  /** Returns those that were deleted. */
+  /** Returns the ids of the deleted conversations. */
   async remove(...ids: string[]): Promise<string[]> {
     const removed: string[] = []
     const title = this.#find(ids[0])?.title || strings.untitled
@@ -78,31 +78,31 @@ class Conversations {
       try {
         await api.deleteConversation(id)
       } catch (error) {
-        notices.fail(error)
+        notices.showError(error)
         break
       }
       removed.push(id)
       this.forget(id)
     }
-    const told = ids.length === 1 ? strings.notices.deleted(title) : strings.notices.deletedSeveral(removed.length)
-    if (removed.length > 0) notices.tell(told, { cause: 'deleted', act: { label: strings.restore, run: () => void this.restore(...removed) } })
+    const message = ids.length === 1 ? strings.notices.deleted(title) : strings.notices.deletedSeveral(removed.length)
+    if (removed.length > 0) notices.show(message, { cause: 'deleted', action: { label: strings.restore, run: () => void this.restore(...removed) } })
     return removed
   }
 
-  /** No longer in the list; the server knows. */
+  /** Removes a conversation from the list only. */
   forget(id: string): void {
     this.all = this.all.filter((one) => one.id !== id)
     this.pinned = this.pinned.filter((one) => one.id !== id)
   }
 
   async restore(...ids: string[]): Promise<void> {
-    notices.settle('deleted')
+    notices.clear('deleted')
     try {
       await Promise.all(ids.map(api.restoreConversation))
     } catch (error) {
-      notices.fail(error)
+      notices.showError(error)
     }
-    await this.look()
+    await this.load()
   }
 
   rename(id: string, title: string): Promise<void> {
@@ -114,40 +114,40 @@ class Conversations {
     return this.#change(ids, { pinned })
   }
 
-  async #change(ids: string[], asked: ChangeConversation): Promise<void> {
+  async #change(ids: string[], request: ChangeConversation): Promise<void> {
     try {
-      await Promise.all(ids.map((id) => api.updateConversation(id, asked)))
+      await Promise.all(ids.map((id) => api.updateConversation(id, request)))
     } catch (error) {
-      notices.fail(error)
+      notices.showError(error)
     }
-    await this.look()
+    await this.load()
   }
 
   #find(id: string | undefined): Conversation | undefined {
     return [...this.pinned, ...this.all].find((one) => one.id === id)
   }
 
-  async takeIn(files: Iterable<File>): Promise<Conversation[]> {
-    const taken: Conversation[] = []
+  async importFiles(files: Iterable<File>): Promise<Conversation[]> {
+    const imported: Conversation[] = []
     let failed = false
-    notices.settle('file')
+    notices.clear('file')
     for (const file of files) {
       try {
-        const { conversations: made, skipped = [] } = await api.importFile(file)
-        taken.push(...made)
-        if (skipped[0]) notices.fail(strings.notices.importSkipped(skipped.length, skipped[0].item, skipped[0].reason), 'file')
+        const { conversations: created, skipped = [] } = await api.importFile(file)
+        imported.push(...created)
+        if (skipped[0]) notices.showError(strings.notices.importSkipped(skipped.length, skipped[0].item, skipped[0].reason), 'file')
       } catch (error) {
-        notices.fail(error, 'file')
+        notices.showError(error, 'file')
         failed = true
       }
     }
-    if (!failed || taken.length > 0) notices.tell(taken.length > 0 ? strings.notices.imported(taken.length) : strings.notices.importedNone)
-    await this.look()
-    return taken
+    if (!failed || imported.length > 0) notices.show(imported.length > 0 ? strings.notices.imported(imported.length) : strings.notices.importedNone)
+    await this.load()
+    return imported
   }
 
   async #search(query: string): Promise<void> {
-    void this.look()
+    void this.load()
     if (query.trim() === '') return
     try {
       const hits = await api.search(query)
@@ -157,7 +157,7 @@ class Conversations {
     }
   }
 
-  #listing(limit: number): api.ListQuery {
+  #listQuery(limit: number): api.ListQuery {
     return {
       limit,
       deleted: this.deleted,

@@ -1,4 +1,4 @@
-// Dates as people speak of them: the groups of a list, newest first.
+// Groups of a list by relative dates, newest first.
 import { strings } from '../strings'
 
 const DAY = 86_400_000
@@ -22,7 +22,7 @@ function groupName(then: Date, now: Date): string {
   return (then.getFullYear() === now.getFullYear() ? MONTH : MONTH_OF_YEAR).format(then)
 }
 
-/** Those that are sorted by their date, in groups. */
+/** Groups a sorted list by date. */
 export function groupByDate<T>(all: readonly T[], date: (one: T) => Date, now = new Date()): Group<T>[] {
   const groups: Group<T>[] = []
   for (const one of all) {
@@ -34,5 +34,5 @@ export function groupByDate<T>(all: readonly T[], date: (one: T) => Date, now = 
   return groups
 }
 
-/** The date and the time of a moment. */
-export const moment = (text: string): string => MOMENT.format(new Date(text))
+/** Formats an ISO date with its time. */
+export const formatDateTime = (text: string): string => MOMENT.format(new Date(text))

@@ -1,21 +1,21 @@
-// What is being looked for, and which thoughts are opened for it: folded ones have no text on the page.
+// The search text and the thoughts that are opened for it: collapsed thoughts have no text in the DOM.
 import { SvelteSet } from 'svelte/reactivity'
 
 class Finder {
-  /** What is looked for in the open conversation; empty: nothing. */
+  /** The search text in the open conversation; empty: no search. */
   text = $state('')
-  readonly #pattern = $derived(patternOf(this.text))
-  /** Replies to which a search led because of what they thought. */
+  readonly #pattern = $derived(createPattern(this.text))
+  /** Replies that a search found by their thoughts. */
   readonly thoughts = new SvelteSet<string>()
 
-  /** Whether this text has what is looked for. */
-  isIn(text: string): boolean {
+  /** Whether a text contains the search text. */
+  matches(text: string): boolean {
     return this.#pattern !== null && text.search(this.#pattern) >= 0
   }
 }
 
-/** Finds a text in any case; a space stands for any white space. Null for nothing. */
-export function patternOf(text: string): RegExp | null {
+/** Creates a case-insensitive pattern; a space matches any white space. Null for an empty text. */
+export function createPattern(text: string): RegExp | null {
   const words = text.trim()
   if (words === '') return null
   return new RegExp(words.split(/\s+/).map((word) => word.replace(/[.*+?^${}()|[\]\\]/g, '\\$&')).join('\\s+'), 'giu')

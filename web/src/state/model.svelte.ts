@@ -1,29 +1,29 @@
-// The model in use, and those at hand.
+// The model in use and the available models.
 import * as api from '../transport/api'
 import { ApiError } from '../transport/http'
 import type { ModelCard, Switch, SwitchKind } from '../transport/types'
 import { notices } from './notices.svelte'
 
-const LOOK_AGAIN = 500
+const POLL_MS = 500
 const DEMO = 'sprout'
 
 class Model {
   card: ModelCard | null = $state.raw(null)
   names: string[] = $state.raw([])
   #timer: ReturnType<typeof setTimeout> | undefined
-  /** The model that the open conversation names; empty: the one that is used by default. */
+  /** The model of the open conversation; empty: the server's default. */
   #name = ''
 
   get isReady(): boolean {
     return this.card?.state === 'ready'
   }
 
-  /** Whether a reply can be asked for, now or as soon as the model is loaded. */
+  /** Whether a reply can be requested, now or once the model is loaded. */
   get isAvailable(): boolean {
     return this.card !== null && ['ready', 'loading', 'available'].includes(this.card.state)
   }
 
-  /** Whether it is the one that comes with Palaver, to try things out. */
+  /** Whether it is the embedded demo model. */
   get isDemo(): boolean {
     return this.card?.name === DEMO
   }
@@ -32,48 +32,48 @@ class Model {
     return this.card?.switches.find((one) => one.kind === kind) ?? null
   }
 
-  /** From now on the card is that of this model. */
-  follow(name: string): void {
+  /** Selects the model whose card is loaded. */
+  select(name: string): void {
     if (name === this.#name) return
     this.#name = name
-    void this.look()
+    void this.refresh()
   }
 
-  async look(): Promise<void> {
+  async refresh(): Promise<void> {
     clearTimeout(this.#timer)
     const name = this.#name
     try {
       const card = await api.getModel(name).catch((error: unknown) => {
-        if (name !== '' && error instanceof ApiError && error.status === 404) return api.getModel() // it is not offered any more
+        if (name !== '' && error instanceof ApiError && error.status === 404) return api.getModel() // the model is no longer available
         throw error
       })
       if (name === this.#name) this.card = card
     } catch {
-      return // the banner tells; the stream looks again when it is back
+      return // the banner shows that the server is unreachable; the stream triggers a reload
     }
-    if (this.card?.state === 'loading') this.#timer = setTimeout(() => void this.look(), LOOK_AGAIN)
+    if (this.card?.state === 'loading') this.#timer = setTimeout(() => void this.refresh(), POLL_MS)
   }
 
-  async lookForNames(): Promise<void> {
+  async loadNames(): Promise<void> {
     this.names = await api.listModels().catch(() => this.names)
   }
 
   async load(name: string): Promise<void> {
     try {
       this.card = await api.loadModel(name)
-      notices.settle('action', 'connection')
+      notices.clear('action', 'connection')
     } catch (error) {
-      notices.fail(error)
+      notices.showError(error)
     }
-    await this.look()
+    await this.refresh()
   }
 
   async unload(): Promise<void> {
     try {
       this.card = await api.unloadModel()
-      notices.settle('action', 'connection')
+      notices.clear('action', 'connection')
     } catch (error) {
-      notices.fail(error)
+      notices.showError(error)
     }
   }
 }

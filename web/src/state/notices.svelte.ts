@@ -1,41 +1,41 @@
-// Short messages above the conversation: at most one error and one piece of news, each only as long as it is true.
+// Short messages above the conversation: at most one error and one piece of information. Each goes with its cause.
 import { UnreachableError } from '../transport/http'
 
-/** What a notice is about: it goes when that is over. */
+/** The cause of a notice, which is cleared together with it. */
 export type Cause = 'running' | 'action' | 'file' | 'connection' | 'deleted'
 
 export interface Notice {
   id: number
-  /** What it says. Several things of the same cause are said together. */
+  /** Messages with the same cause share a notice. */
   lines: Line[]
-  bad: boolean
+  isError: boolean
   cause: Cause | null
-  act: { label: string; run: () => void } | null
+  action: { label: string; run: () => void } | null
 }
 
 export interface Line {
   text: string
-  /** How often it was said. */
+  /** How often the message was shown. */
   times: number
 }
 
-const NEWS = 6000
-const ERROR = 20_000
-const MOST = 4 // lines
+const INFO_MS = 6000
+const ERROR_MS = 20_000
+const MAX_LINES = 4
 
 class Notices {
   all: Notice[] = $state([])
   #next = 1
   #timers = new Map<number, ReturnType<typeof setTimeout>>()
 
-  tell(text: string, { cause = null, act = null }: Partial<Pick<Notice, 'cause' | 'act'>> = {}): void {
-    this.#add(text, { id: this.#next++, bad: false, cause, act }, NEWS)
+  show(text: string, { cause = null, action = null }: Partial<Pick<Notice, 'cause' | 'action'>> = {}): void {
+    this.#add(text, { id: this.#next++, isError: false, cause, action }, INFO_MS)
   }
 
-  fail(error: unknown, about: Cause = 'action'): void {
+  showError(error: unknown, defaultCause: Cause = 'action'): void {
     const text = error instanceof Error ? error.message : String(error)
-    const cause = error instanceof UnreachableError ? 'connection' : about
-    this.#add(text, { id: this.#next++, bad: true, cause, act: null }, ERROR)
+    const cause = error instanceof UnreachableError ? 'connection' : defaultCause
+    this.#add(text, { id: this.#next++, isError: true, cause, action: null }, ERROR_MS)
   }
 
   dismiss(id: number): void {
@@ -44,21 +44,21 @@ class Notices {
     this.all = this.all.filter((one) => one.id !== id)
   }
 
-  /** The cause is over: it was done after all, or nobody waits for it any more. */
-  settle(...causes: Cause[]): void {
+  /** Removes the notices of these causes. */
+  clear(...causes: Cause[]): void {
     for (const one of this.all.filter((one) => one.cause && causes.includes(one.cause))) this.dismiss(one.id)
   }
 
-  /** The newest replaces the one before it; files that are refused one by one are told of together. */
-  #add(text: string, notice: Omit<Notice, 'lines'>, stays: number): void {
-    const before = this.all.find((one) => one.bad === notice.bad)
-    const same = before?.cause === notice.cause && before.lines.find((line) => line.text === text)
+  /** A new notice replaces the previous one. Notices about files are collected. */
+  #add(text: string, notice: Omit<Notice, 'lines'>, duration: number): void {
+    const previous = this.all.find((one) => one.isError === notice.isError)
+    const same = previous?.cause === notice.cause && previous.lines.find((line) => line.text === text)
     let lines: Line[] = [{ text, times: 1 }]
-    if (before && same) lines = before.lines.map((line) => (line === same ? { ...line, times: line.times + 1 } : line))
-    else if (before && notice.cause === 'file' && before.cause === 'file') lines = [...before.lines, ...lines].slice(-MOST)
-    if (before) this.dismiss(before.id)
+    if (previous && same) lines = previous.lines.map((line) => (line === same ? { ...line, times: line.times + 1 } : line))
+    else if (previous && notice.cause === 'file' && previous.cause === 'file') lines = [...previous.lines, ...lines].slice(-MAX_LINES)
+    if (previous) this.dismiss(previous.id)
     this.all = [...this.all, { ...notice, lines }]
-    this.#timers.set(notice.id, setTimeout(() => this.dismiss(notice.id), stays))
+    this.#timers.set(notice.id, setTimeout(() => this.dismiss(notice.id), duration))
   }
 }
 

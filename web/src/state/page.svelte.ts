@@ -1,4 +1,4 @@
-// The page as a whole: who is signed in, whether the server is there, which conversation is open.
+// The state of the page: the session, the connection, the open conversation.
 import * as api from '../transport/api'
 import { ApiError, newKey } from '../transport/http'
 import { Stream } from '../transport/stream'
@@ -9,15 +9,15 @@ import { model } from './model.svelte'
 import { notices } from './notices.svelte'
 import { route } from './route.svelte'
 
-/** Whether a message was sent, and where it belongs: a failed one is a draft there. */
-export interface Sent {
+/** Whether a message was sent, and the conversation it belongs to. A failed message becomes a draft of that conversation. */
+export interface SendResult {
   sent: boolean
   home: string | null
 }
 
 class Page {
   session: api.Session | null = $state.raw(null)
-  /** Whether the server wants a key before it says anything. */
+  /** Whether the server requires a key. */
   locked = $state(false)
   connected = $state(true)
   conversation: Conversation | null = $state.raw(null)
@@ -28,17 +28,17 @@ class Page {
     onUnauthorized: () => (this.locked = true),
   })
 
-  async enter(): Promise<void> {
-    document.addEventListener('visibilitychange', () => this.#seen())
-    addEventListener('online', () => this.#seen())
+  async start(): Promise<void> {
+    document.addEventListener('visibilitychange', () => this.#handleVisibility())
+    addEventListener('online', () => this.#handleVisibility())
     addEventListener('offline', () => this.#setConnected(false))
-    await this.#enter()
+    await this.#connect()
   }
 
   async signIn(key: string): Promise<string | null> {
     try {
       this.session = await api.signIn(key)
-      await this.#enter()
+      await this.#connect()
       return null
     } catch (error) {
       return error instanceof Error ? error.message : String(error)
@@ -56,7 +56,7 @@ class Page {
       if (at) await this.conversation?.goTo(at)
       return
     }
-    notices.settle('running', 'action', 'file')
+    notices.clear('running', 'action', 'file')
     await this.#show(id, at)
   }
 
@@ -66,19 +66,19 @@ class Page {
     await this.conversation?.open(at)
   }
 
-  /** Sends the first message of a new conversation. It is opened at once, unless its writer has gone elsewhere. */
-  async begin(asked: Create, parts: Part[], key: string, made: (id: string) => void = () => undefined): Promise<Sent> {
+  /** Creates a conversation and sends its first message. It is opened unless the user has navigated away. */
+  async startConversation(request: Create, parts: Part[], key: string, onCreate: (id: string) => void = () => undefined): Promise<SendResult> {
     let id: string
     try {
-      id = (await api.createConversation(asked, newKey())).id
+      id = (await api.createConversation(request, newKey())).id
     } catch (error) {
-      notices.fail(error)
+      notices.showError(error)
       return { sent: false, home: null }
     }
-    made(id)
-    const conversation = await this.#made(id)
-    conversations.refresh()
-    const sent = await conversation.say(parts, key)
+    onCreate(id)
+    const conversation = await this.#openCreated(id)
+    conversations.loadSoon()
+    const sent = await conversation.send(parts, key)
     if (sent || conversation.leaf !== null || !(await this.#discard(id))) return { sent, home: id }
     if (this.conversation?.id === id) {
       await this.#show(null)
@@ -87,21 +87,21 @@ class Page {
     return { sent: false, home: null }
   }
 
-  /** The conversation that was just made, on the page where that is still at a new one. */
-  async #made(id: string): Promise<Conversation> {
+  /** Opens the created conversation if the page still shows a new one. */
+  async #openCreated(id: string): Promise<Conversation> {
     if (route.conversation !== null) {
       const elsewhere = new Conversation(id, this.stream)
       elsewhere.close()
       return elsewhere
     }
     const opened = this.open(id)
-    const made = this.conversation! // whoever goes elsewhere now leaves it behind
+    const created = this.conversation! // set by open() before its first await
     route.replace(id)
     await opened
-    return made
+    return created
   }
 
-  /** Deletes a conversation that has no message after all. */
+  /** Deletes a conversation without messages. Returns whether it was deleted. */
   async #discard(id: string): Promise<boolean> {
     try {
       if ((await api.getConversation(id)).head_id !== null) return false
@@ -113,24 +113,24 @@ class Page {
     }
   }
 
-  async #enter(): Promise<void> {
+  async #connect(): Promise<void> {
     try {
       this.session = await api.getSession()
     } catch (error) {
       if (!(error instanceof ApiError && error.status === 404)) {
         this.#setConnected(false)
-        setTimeout(() => void this.#enter(), 1000)
+        setTimeout(() => void this.#connect(), 1000)
         return
       }
     }
     this.locked = this.session !== null && this.session.needs_key && !this.session.signed_in
     if (this.locked) return
     if (document.visibilityState === 'visible') this.stream.resume()
-    await Promise.all([model.look(), model.lookForNames(), conversations.look()])
+    await Promise.all([model.refresh(), model.loadNames(), conversations.load()])
   }
 
-  /** One connection for a page that is looked at, none for one that is not. */
-  #seen(): void {
+  /** Connects a visible page and disconnects a hidden one. */
+  #handleVisibility(): void {
     if (this.locked) return
     if (document.visibilityState === 'visible') this.stream.resume()
     else this.stream.release()
@@ -138,19 +138,19 @@ class Page {
 
   #setConnected(connected: boolean): void {
     this.connected = connected
-    if (connected) notices.settle('connection')
-    else this.conversation?.disconnected()
+    if (connected) notices.clear('connection')
+    else this.conversation?.handleDisconnect()
   }
 
   #handleOpen(): void {
-    conversations.refresh()
-    void model.look()
-    this.conversation?.look()
+    conversations.loadSoon()
+    void model.refresh()
+    this.conversation?.refresh()
   }
 
   #handleChange(change: Change): void {
-    conversations.refresh()
-    if (change.what === 'missed' || change.conversation_id === this.conversation?.id) this.conversation?.changed(change)
+    conversations.loadSoon()
+    if (change.what === 'missed' || change.conversation_id === this.conversation?.id) this.conversation?.handleChange(change)
   }
 }
 

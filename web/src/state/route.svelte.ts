@@ -1,4 +1,4 @@
-// Where the page is: #/ for a new conversation, #/c/ID for one, with ?at=MESSAGE for a place in it.
+// The route in the URL's hash: #/ for a new conversation, #/c/ID for an existing one, with ?at=MESSAGE for a message in it.
 
 class Route {
   conversation: string | null = $state(null)
@@ -14,7 +14,7 @@ class Route {
     this.#read()
   }
 
-  /** The same, without a step for the browser's Back. */
+  /** Navigates without an entry in the browser's history. */
   replace(conversation: string | null): void {
     history.replaceState(null, '', address(conversation, null))
     this.#read()

@@ -1,4 +1,4 @@
-// The shape of a conversation: who is whose sibling, and a drawing of it.
+// The tree of a conversation: siblings, paths and the layout of the map.
 import type { Node } from '../transport/types'
 
 export interface Place {
@@ -32,7 +32,7 @@ export class Tree {
     return this.#nodes.has(id)
   }
 
-  /** Where a message stands among those under the same parent. */
+  /** The position of a message among its siblings. */
   place(id: string): Place {
     const node = this.#nodes.get(id)
     const siblings = node ? this.children(node.parent_id) : []

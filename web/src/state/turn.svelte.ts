@@ -1,9 +1,9 @@
-// One reply as its events tell it.
+// A reply, built from its events.
 import { MarkdownDocument, type Mark } from '../markdown/document'
 import type { Reader } from '../transport/stream'
 import type { DraftBlock, Error as WireError, Event, Finish, Part, Phase, ReadEvent, Usage } from '../transport/types'
 
-export interface Words {
+export interface TextPart {
   kind: 'thinking' | 'text'
   document: MarkdownDocument
 }
@@ -22,15 +22,15 @@ export class Call {
   }
 }
 
-export interface Media {
+export interface MediaPart {
   kind: 'media'
   part: Part
 }
 
-export type Shown = Words | Call | Media
+export type DisplayPart = TextPart | Call | MediaPart
 
-interface Before {
-  parts: Shown[]
+interface Checkpoint {
+  parts: DisplayPart[]
   last: Mark | null
   call: string
   calls: Map<number, Call>
@@ -41,43 +41,43 @@ interface Before {
 const MAX_DRAFTS = 5000
 
 export class Turn implements Reader {
-  parts: Shown[] = $state.raw([])
+  parts: DisplayPart[] = $state.raw([])
   notices: string[] = $state.raw([])
   phase: Phase | null = $state.raw(null)
-  /** In the queue; or until its model is loaded, whose name and progress it has. */
+  /** The position in the queue, or the name and progress of the model that is being loaded. */
   waiting: { position: number; seconds: number | null; loading: string; progress: number | null } | null = $state.raw(null)
   started: { prompt: number; cached: number } | null = $state.raw(null)
   finish: Finish | null = $state.raw(null)
   usage: Usage | null = $state.raw(null)
   error: string | null = $state.raw(null)
   ended = $state.raw(false)
-  /** The block that a diffusion model is denoising. After a stop, the one that was not finished. */
+  /** The block that a diffusion model is denoising. After a stop, the unfinished one. */
   draft: DraftBlock | null = $state.raw(null)
-  /** Every draft that was seen, for looking at the steps afterwards. */
+  /** All received drafts, for the view of the steps. */
   drafts: DraftBlock[] = []
-  /** Since when the open thought is being watched, on the page's clock: since it opened, went on or came back. */
+  /** When the open thought was opened or resumed, on the page's clock; null while it is paused. */
   thinkingSince: number | null = $state.raw(null)
-  /** For how many milliseconds it was watched before that, since the server counted. */
-  thoughtBefore = $state.raw(0)
-  /** For how many seconds the reply had been thinking when the server last sent `started`; null if it is not known. */
-  thoughtCounted: number | null = $state.raw(0)
+  /** The milliseconds of thinking before that which the server has not counted. */
+  watchedMs = $state.raw(0)
+  /** The seconds of thinking that the server counted in its last `started` event; null if unknown. */
+  serverThinkingSeconds: number | null = $state.raw(0)
   #number = 0
   #calls = new Map<number, Call>()
-  #before: Before | null = null
+  #checkpoint: Checkpoint | null = null
 
-  constructor(private readonly over: (turn: Turn) => void = () => undefined) {}
+  constructor(private readonly onEnd: (turn: Turn) => void = () => undefined) {}
 
   get number(): number {
     return this.#number
   }
 
-  /** The last thing a reader sees growing. */
-  get last(): Shown | null {
+  /** The part that is growing. */
+  get last(): DisplayPart | null {
     return this.parts.at(-1) ?? null
   }
 
   get text(): string {
-    return this.#texts('text')
+    return this.#joinText('text')
   }
 
   get thoughts(): number {
@@ -85,7 +85,7 @@ export class Turn implements Reader {
   }
 
   get thinking(): string {
-    return this.#texts('thinking')
+    return this.#joinText('thinking')
   }
 
   apply(number: number, event: Event): boolean {
@@ -96,11 +96,11 @@ export class Turn implements Reader {
       case 'started':
         this.waiting = null
         this.started = { prompt: event.prompt_tokens, cached: event.cached_tokens }
-        this.#count(event.thinking_seconds ?? null)
+        this.#setThinkingTime(event.thinking_seconds ?? null)
         if (event.notice && !this.notices.includes(event.notice)) this.notices = [...this.notices, event.notice]
         return true
       case 'draft_block':
-        this.#drafted(event)
+        this.#applyDraft(event)
         return true
       case 'snapshot':
         this.#replace(number, event.message.parts)
@@ -110,70 +110,70 @@ export class Turn implements Reader {
         if (event.finish !== 'stopped') this.draft = null
         this.finish = event.finish
         this.usage = event.usage
-        this.over(this)
+        this.onEnd(this)
         return true
       case 'failed':
         this.#end(event.tail)
         this.error = event.error
-        this.over(this)
+        this.onEnd(this)
         return true
       default:
-        return this.#numbered(number, event)
+        return this.#applyNumbered(number, event)
     }
   }
 
-  #drafted(draft: DraftBlock): void {
+  #applyDraft(draft: DraftBlock): void {
     this.waiting = null
-    if (this.ended) this.#takeBack()
+    if (this.ended) this.#restoreCheckpoint()
     this.draft = draft
     if (this.drafts.length < MAX_DRAFTS) this.drafts.push(draft)
   }
 
-  /** The only thought of a reply is timed from what the server counted; the times of several are not known apart. */
-  #count(seconds: number | null): void {
-    this.thoughtCounted = seconds
+  /** The server's count applies to a single thought only: the times of several thoughts are not known separately. */
+  #setThinkingTime(seconds: number | null): void {
+    this.serverThinkingSeconds = seconds
     if (this.phase !== 'thinking' || this.thoughts !== 1) return
-    this.thoughtBefore = 0
+    this.watchedMs = 0
     this.thinkingSince = performance.now()
   }
 
-  /** The clock of the thought stands still until more of it is told. */
+  /** Pauses the clock of the thought until the next event. */
   pause(): void {
     if (this.thinkingSince === null) return
-    this.thoughtBefore += performance.now() - this.thinkingSince
+    this.watchedMs += performance.now() - this.thinkingSince
     this.thinkingSince = null
   }
 
   reject(error: WireError): void {
     this.error = error.message
     this.ended = true
-    this.over(this)
+    this.onEnd(this)
   }
 
-  #numbered(number: number, event: ReadEvent): boolean {
-    if (number <= this.#number) return true // told before
+  #applyNumbered(number: number, event: ReadEvent): boolean {
+    if (number <= this.#number) return true // a duplicate
     if (number !== this.#number + 1) return false
-    this.#takeBack()
+    this.#restoreCheckpoint()
     this.draft = null
     this.#number = number
-    this.#read(event)
+    this.#applyEvent(event)
     if (this.phase === 'thinking') this.thinkingSince ??= performance.now()
     return true
   }
 
-  #read(event: ReadEvent): void {
+  #applyEvent(event: ReadEvent): void {
     switch (event.type) {
       case 'phase_opened':
-        this.#opened(event.phase)
+        this.#openPhase(event.phase)
         break
       case 'thinking_delta':
-        this.#words('thinking').append(event.text)
+        this.#openDocument('thinking').append(event.text)
         break
       case 'answer_delta':
-        this.#words('text').append(event.text)
+        this.#openDocument('text').append(event.text)
         break
       case 'tool_call_opened':
-        this.#call(event.index, new Call(event.id, event.name, event.in_thought))
+        this.#openCall(event.index, new Call(event.id, event.name, event.in_thought))
         break
       case 'tool_call_delta': {
         const call = this.#calls.get(event.index)
@@ -188,24 +188,24 @@ export class Turn implements Reader {
     }
   }
 
-  #opened(phase: Phase): void {
+  #openPhase(phase: Phase): void {
     this.waiting = null
     this.phase = phase
     this.thinkingSince = phase === 'thinking' ? performance.now() : null
-    this.thoughtBefore = 0
-    if (phase === 'thinking') this.#words('thinking') // a thought that was opened is seen at once
+    this.watchedMs = 0
+    if (phase === 'thinking') this.#openDocument('thinking') // an empty thought is shown at once
   }
 
-  #words(kind: 'thinking' | 'text'): MarkdownDocument {
+  #openDocument(kind: 'thinking' | 'text'): MarkdownDocument {
     const last = this.last
     if (last?.kind === kind) return last.document
     this.#closeLast()
-    const words: Words = { kind, document: new MarkdownDocument() }
-    this.parts = [...this.parts, words]
-    return words.document
+    const part: TextPart = { kind, document: new MarkdownDocument() }
+    this.parts = [...this.parts, part]
+    return part.document
   }
 
-  #call(index: number, call: Call): void {
+  #openCall(index: number, call: Call): void {
     this.#closeLast()
     this.#calls.set(index, call)
     this.parts = [...this.parts, call]
@@ -217,20 +217,20 @@ export class Turn implements Reader {
   }
 
   #replace(number: number, parts: Part[]): void {
-    this.#before = null
+    this.#checkpoint = null
     this.#number = number
     this.#calls.clear()
     this.ended = false
-    this.parts = shown(parts)
+    this.parts = toDisplayParts(parts)
     this.phase = this.last?.kind === 'thinking' ? 'thinking' : this.last?.kind === 'text' ? 'answer' : null
   }
 
-  /** The tail is shown at the end, and taken back where the reply goes on after all. */
+  /** Applies the tail of a reply that ended. It is undone if the reply is continued. */
   #end(tail: ReadEvent[]): void {
-    if (this.ended) this.#takeBack()
+    if (this.ended) this.#restoreCheckpoint()
     this.pause()
     const last = this.last
-    this.#before = {
+    this.#checkpoint = {
       parts: this.parts,
       last: last?.kind === 'thinking' || last?.kind === 'text' ? last.document.mark() : null,
       call: last?.kind === 'call' ? last.arguments : '',
@@ -238,38 +238,38 @@ export class Turn implements Reader {
       notices: this.notices,
       phase: this.phase,
     }
-    for (const event of tail) this.#read(event)
+    for (const event of tail) this.#applyEvent(event)
     this.#closeLast()
     this.waiting = null
     this.thinkingSince = null
     this.ended = true
   }
 
-  #takeBack(): void {
-    const before = this.#before
-    if (this.ended) this.thoughtBefore = 0 // the server counted it
-    this.#before = null
+  #restoreCheckpoint(): void {
+    const checkpoint = this.#checkpoint
+    if (this.ended) this.watchedMs = 0 // the server has counted it
+    this.#checkpoint = null
     this.ended = false
     this.finish = null
     this.error = null
-    if (!before) return
-    this.parts = before.parts
-    this.notices = before.notices
-    this.phase = before.phase
-    this.#calls = before.calls
+    if (!checkpoint) return
+    this.parts = checkpoint.parts
+    this.notices = checkpoint.notices
+    this.phase = checkpoint.phase
+    this.#calls = checkpoint.calls
     const last = this.last
-    if (before.last && (last?.kind === 'thinking' || last?.kind === 'text')) last.document.restore(before.last)
-    if (last?.kind === 'call') last.arguments = before.call
+    if (checkpoint.last && (last?.kind === 'thinking' || last?.kind === 'text')) last.document.restore(checkpoint.last)
+    if (last?.kind === 'call') last.arguments = checkpoint.call
   }
 
-  #texts(kind: 'text' | 'thinking'): string {
+  #joinText(kind: 'text' | 'thinking'): string {
     return this.parts.map((part) => (part.kind === kind ? part.document.text : '')).join('')
   }
 }
 
-/** The parts of a message as the page shows them. */
-export function shown(parts: readonly Part[]): Shown[] {
-  return parts.map((part): Shown => {
+/** Converts the parts of a stored message. */
+export function toDisplayParts(parts: readonly Part[]): DisplayPart[] {
+  return parts.map((part): DisplayPart => {
     switch (part.type) {
       case 'text':
         return { kind: 'text', document: new MarkdownDocument(part.text) }

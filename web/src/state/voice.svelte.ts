@@ -1,18 +1,18 @@
-// What is being read aloud on this page: one message at a time.
+// The message that is read aloud: one at a time.
 
 class Voice {
-  /** The message whose player is there. */
+  /** The message whose player is open. */
   speaking: string | null = $state(null)
-  #begun = new Set<string>()
+  #played = new Set<string>()
 
   play(id: string): void {
-    this.#begun.add(id)
+    this.#played.add(id)
     this.speaking = id
   }
 
-  /** A reply that began to come: it is read once, and not again after it was stopped. */
-  begin(id: string): void {
-    if (!this.#begun.has(id)) this.play(id)
+  /** Reads a streaming reply aloud, unless it was played before. */
+  playOnce(id: string): void {
+    if (!this.#played.has(id)) this.play(id)
   }
 
   stop(id: string): void {
