@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import secrets
 import stat
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -13,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from palaver.client.discovery import Announcement, announce_server, find_server
+from palaver.client import discovery
+from palaver.client.discovery import Announcement, announce_server, find_server, local_token
 
 
 @asynccontextmanager
@@ -143,3 +145,41 @@ async def test_other_files_are_ignored(tmp_path: Path, text: str) -> None:
     assert await find_server(tmp_path) is None
     with announce_server(tmp_path, "http://127.0.0.1:9"):
         assert await find_server(tmp_path) is None
+
+
+@pytest.fixture(params=[True, False], ids=["hard links", "no hard links"])
+def hard_links(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(source: Path, target: Path) -> None:
+        raise PermissionError
+
+    if not request.param:
+        monkeypatch.setattr(os, "link", refuse)
+
+
+@pytest.mark.usefixtures("hard_links")
+def test_the_token_is_private_and_stays(tmp_path: Path) -> None:
+    token = local_token(tmp_path)
+    assert token
+    assert local_token(tmp_path) == token
+    (path,) = tmp_path.iterdir()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+@pytest.mark.usefixtures("hard_links")
+def test_starts_at_once_get_the_same_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    draw, others = secrets.token_urlsafe, []
+
+    def start_another(length: int) -> str:
+        monkeypatch.setattr(secrets, "token_urlsafe", draw)
+        others.append(local_token(tmp_path))
+        return draw(length)
+
+    monkeypatch.setattr(secrets, "token_urlsafe", start_another)
+    assert [local_token(tmp_path)] == others
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_an_empty_token_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(discovery, "WRITE_TIMEOUT_S", 0)
+    (tmp_path / "token").touch()
+    assert local_token(tmp_path)

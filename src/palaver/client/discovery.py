@@ -12,8 +12,9 @@ import re
 import secrets
 import socket
 import ssl
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from enum import Enum, auto
 from pathlib import Path
@@ -26,6 +27,9 @@ HEALTH_TIMEOUT_S = 3.0
 
 TOKEN = "token"
 """The name of the token's file in the data folder."""
+
+WRITE_TIMEOUT_S = 1.0
+"""How long an empty token file counts as one that another process is about to write."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +70,44 @@ def announce_server(
 
 
 def local_token(folder: Path) -> str:
-    """The token that proves that a client can read this folder; created if there is none."""
+    """The token that proves that a client can read this folder; created if there is none.
+
+    Processes that start at once get the same one: the first to create the file.
+    """
     path = folder / TOKEN
-    if not path.is_file() or not path.read_text().strip():
-        _write(path, secrets.token_urlsafe(32))
+    while not _is_written(path):
+        _create(path, secrets.token_urlsafe(32))
     path.chmod(0o600)
     return path.read_text().strip()
+
+
+def _is_written(path: Path) -> bool:
+    """Whether the file has a text. One that stays empty is deleted."""
+    end = time.monotonic() + WRITE_TIMEOUT_S
+    with suppress(FileNotFoundError):
+        while not path.read_text().strip():
+            if time.monotonic() > end:
+                path.unlink()
+                break
+            time.sleep(0.01)
+        else:
+            return True
+    return False
+
+
+def _create(path: Path, text: str) -> None:
+    """Writes the file unless there is one, readable by its owner alone."""
+    temporary = _temporary(path)
+    _write_new(temporary, text)
+    try:
+        os.link(temporary, path)  # at once with its content, and never over another file
+    except FileExistsError:
+        pass
+    except OSError:  # the file system has no hard links
+        with suppress(FileExistsError):
+            _write_new(path, text)
+    finally:
+        temporary.unlink()
 
 
 async def find_server(folder: Path, store: str = "") -> Announcement | None:
@@ -111,10 +147,19 @@ def _servers_folder(folder: Path) -> Path:
 
 def _write(path: Path, text: str) -> None:
     """Writes the file atomically, readable by its owner alone."""
-    temporary = path.with_suffix(f".{secrets.token_hex(4)}")
-    with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(text)
+    temporary = _temporary(path)
+    _write_new(temporary, text)
     temporary.replace(path)
+
+
+def _temporary(path: Path) -> Path:
+    return path.with_suffix(f".{secrets.token_hex(4)}")
+
+
+def _write_new(path: Path, text: str) -> None:
+    """Raises FileExistsError."""
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(text)
 
 
 def _newest_first(folder: Path) -> list[Path]:
