@@ -1,8 +1,8 @@
-// The dialogs that are open: they take notices and keys before the page behind them does.
+// The open dialogs. They receive notices and keys before the page.
 
 class Dialogs {
   open = $state(0)
-  /** Whether one of them holds edits that are not saved: then no key of the page opens another. */
+  /** Whether a dialog has unsaved edits: then the shortcuts of the page are off. */
   edited = $state(false)
 }
 

@@ -1,6 +1,6 @@
-// Speech that the browser itself writes down. Only where it does so on this device: what is said leaves it nowhere.
+// Speech recognition by the browser, only where it runs on this device, so that no recording leaves it.
 import { strings } from '../strings'
-import { reason } from './recording'
+import { describeDeviceError } from './recording'
 
 interface Recognised extends Event {
   results: ArrayLike<ArrayLike<{ transcript: string }>>
@@ -27,7 +27,7 @@ interface Recogniser {
 
 const recogniser = (): Recogniser | undefined => (window as { SpeechRecognition?: Recogniser }).SpeechRecognition
 
-/** Whether the browser has what it needs for the reader's language on this device. It downloads nothing. */
+/** Whether the browser can recognize the user's language on this device without a download. */
 export async function canDictate(): Promise<boolean> {
   const found = recogniser()
   if (!found?.available || !('processLocally' in found.prototype)) return false
@@ -38,15 +38,15 @@ export async function canDictate(): Promise<boolean> {
   }
 }
 
-/** One dictation, from the moment it is made. */
+/** A dictation, which starts with its construction. */
 export class Dictation {
   readonly #recognition: Recognition
   #words = ''
-  #ended: () => void = () => undefined
-  readonly #end = new Promise<void>((resolve) => (this.#ended = resolve))
+  #resolveEnd: () => void = () => undefined
+  readonly #end = new Promise<void>((resolve) => (this.#resolveEnd = resolve))
 
-  /** `heard`: called with all words so far. `failed`: why it can't go on. */
-  constructor(heard: (words: string) => void, failed: (why: string) => void) {
+  /** `onText`: called with the text so far. `onError`: called with an error message. */
+  constructor(onText: (words: string) => void, onError: (why: string) => void) {
     const recognition = (this.#recognition = new (recogniser()!)())
     recognition.lang = navigator.language
     recognition.continuous = true
@@ -54,17 +54,17 @@ export class Dictation {
     recognition.processLocally = true
     recognition.onresult = ({ results }) => {
       this.#words = Array.from(results, (one) => one[0]?.transcript.trim() ?? '').join(' ')
-      heard(this.#words)
+      onText(this.#words)
     }
     recognition.onerror = ({ error }) => {
-      if (error === 'not-allowed' || error === 'audio-capture') failed(reason(new DOMException('', error === 'not-allowed' ? 'NotAllowedError' : 'NotFoundError'), 'microphone'))
-      else if (error !== 'aborted' && error !== 'no-speech') failed(strings.recorder.broken('microphone'))
+      if (error === 'not-allowed' || error === 'audio-capture') onError(describeDeviceError(new DOMException('', error === 'not-allowed' ? 'NotAllowedError' : 'NotFoundError'), 'microphone'))
+      else if (error !== 'aborted' && error !== 'no-speech') onError(strings.recorder.broken('microphone'))
     }
-    recognition.onend = () => this.#ended()
+    recognition.onend = () => this.#resolveEnd()
     recognition.start()
   }
 
-  /** Ends it, and returns what was said. */
+  /** Ends the dictation and returns its text. */
   async end(): Promise<string> {
     this.#recognition.stop()
     await this.#end

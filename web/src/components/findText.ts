@@ -1,16 +1,16 @@
-// Where words are in the text of elements, across the elements inside of them.
+// Finds text in elements, across their child elements.
 
 import { createPattern } from '../state/find.svelte'
 
-const MOST = 2000
+const MAX_MATCHES = 2000
 
-/** The places of a text, in any case; a space stands for any white space. */
-export function findText(places: readonly HTMLElement[], text: string): Range[] {
+/** Returns the ranges of a text, case-insensitively; a space matches any white space. */
+export function findText(elements: readonly HTMLElement[], text: string): Range[] {
   const pattern = createPattern(text)
   if (pattern === null) return []
-  const found: Range[] = []
-  for (const place of places) {
-    const nodes = textNodes(place)
+  const ranges: Range[] = []
+  for (const element of elements) {
+    const nodes = textNodes(element)
     const whole = nodes.map((node) => node.data).join('')
     let index = 0
     let before = 0
@@ -22,16 +22,16 @@ export function findText(places: readonly HTMLElement[], text: string): Range[] 
         if (which === 0) range.setStart(nodes[index]!, end - before)
         else range.setEnd(nodes[index]!, end - before + 1)
       }
-      found.push(range)
-      if (found.length >= MOST) return found
+      ranges.push(range)
+      if (ranges.length >= MAX_MATCHES) return ranges
     }
   }
-  return found
+  return ranges
 }
 
-/** Without the labels of buttons, and without what only a screen reader reads. */
-function textNodes(place: HTMLElement): Text[] {
-  const walker = document.createTreeWalker(place, NodeFilter.SHOW_TEXT, (node) =>
+/** The text nodes except the labels of buttons and text for screen readers. */
+function textNodes(element: HTMLElement): Text[] {
+  const walker = document.createTreeWalker(element, NodeFilter.SHOW_TEXT, (node) =>
     node.parentElement?.closest('button, .unseen, figcaption, .katex-mathml') ? NodeFilter.FILTER_REJECT : NodeFilter.FILTER_ACCEPT,
   )
   const nodes: Text[] = []

@@ -2,26 +2,26 @@
 import { strings } from '../strings'
 
 const LEVEL_MS = 80
-/** What is quieter than this, in decibels of full scale, is shown as silence. */
-const QUIETEST = -60
+/** Levels below this, in decibels of full scale, are shown as silence. */
+const SILENCE_DB = -60
 
 /** Whether the browser lets this page record: only over HTTPS, or from this machine. */
 export const canRecord = (): boolean => Boolean(navigator.mediaDevices) && typeof MediaRecorder !== 'undefined'
 export const canPhotograph = (): boolean => Boolean(navigator.mediaDevices)
 
-/** Why a device can't be used, in words. */
-export function reason(error: unknown, device: 'microphone' | 'camera'): string {
+/** Returns the error message for a device. */
+export function describeDeviceError(error: unknown, device: 'microphone' | 'camera'): string {
   const name = error instanceof DOMException ? error.name : ''
   if (name === 'NotAllowedError' || name === 'SecurityError') return strings.recorder.denied(device)
   if (name === 'NotFoundError' || name === 'OverconstrainedError') return strings.recorder.missing(device)
   return strings.recorder.broken(device)
 }
 
-export function release(stream: MediaStream): void {
+export function stopTracks(stream: MediaStream): void {
   for (const track of stream.getTracks()) track.stop()
 }
 
-/** One recording, from the moment it is made. */
+/** A recording, which starts with its construction. */
 export class Recording {
   readonly #stream: MediaStream
   readonly #recorder: MediaRecorder
@@ -29,49 +29,49 @@ export class Recording {
   readonly #context = new AudioContext()
   readonly #analyser: AnalyserNode
   readonly #timer: ReturnType<typeof setInterval>
-  readonly #begun = performance.now()
+  readonly #startedAt = performance.now()
 
-  /** `heard`: called again and again with the level from 0 to 1 and the seconds so far. */
-  constructor(stream: MediaStream, heard: (level: number, seconds: number) => void) {
+  /** `onLevel`: called periodically with the level from 0 to 1 and the elapsed seconds. */
+  constructor(stream: MediaStream, onLevel: (level: number, seconds: number) => void) {
     this.#stream = stream
     this.#analyser = this.#context.createAnalyser()
     this.#context.createMediaStreamSource(stream).connect(this.#analyser)
     this.#recorder = new MediaRecorder(stream)
     this.#recorder.ondataavailable = (event) => this.#pieces.push(event.data)
     this.#recorder.start()
-    this.#timer = setInterval(() => heard(this.#level(), this.#seconds()), LEVEL_MS)
+    this.#timer = setInterval(() => onLevel(this.#level(), this.#seconds()), LEVEL_MS)
   }
 
-  /** Ends it, and returns the sound as a file. */
+  /** Ends the recording and returns it as a file. */
   async end(): Promise<File> {
-    const ended = new Promise((resolve) => (this.#recorder.onstop = resolve))
+    const stopped = new Promise((resolve) => (this.#recorder.onstop = resolve))
     this.#recorder.stop()
-    await ended
+    await stopped
     this.cancel()
     const type = this.#recorder.mimeType.split(';')[0] || 'audio/webm'
     return new File(this.#pieces, strings.recorder.file(type.split('/')[1] ?? 'webm'), { type })
   }
 
-  /** Ends it without a result. May be called twice. */
+  /** Discards the recording. Idempotent. */
   cancel(): void {
     clearInterval(this.#timer)
-    release(this.#stream)
+    stopTracks(this.#stream)
     if (this.#context.state !== 'closed') void this.#context.close()
   }
 
   #seconds(): number {
-    return (performance.now() - this.#begun) / 1000
+    return (performance.now() - this.#startedAt) / 1000
   }
 
   #level(): number {
     const samples = new Float32Array(this.#analyser.fftSize)
     this.#analyser.getFloatTimeDomainData(samples)
     const power = samples.reduce((sum, sample) => sum + sample * sample, 0) / samples.length
-    return power === 0 ? 0 : Math.min(1, Math.max(0, 1 - (10 * Math.log10(power)) / QUIETEST))
+    return power === 0 ? 0 : Math.min(1, Math.max(0, 1 - (10 * Math.log10(power)) / SILENCE_DB))
   }
 }
 
-/** The picture that a video shows now, as a file. */
+/** Captures the current frame of a video as a file. */
 export async function photograph(video: HTMLVideoElement): Promise<File> {
   const canvas = document.createElement('canvas')
   canvas.width = video.videoWidth

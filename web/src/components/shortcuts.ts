@@ -1,24 +1,24 @@
-// Everything that keys do, in one table: what runs them and what the page tells about them are the same.
+// Matching of keyboard shortcuts. One table of shortcuts serves both the handler and the help dialog.
 
 export interface Shortcut {
   keys: string[]
   label: string
-  does: (event: KeyboardEvent) => boolean
+  matches: (event: KeyboardEvent) => boolean
   run: () => void
 }
 
-/** Where Alt types letters: there it does so in a text field. */
+/** On Macs, Alt types letters, so shortcuts with Alt are off in text fields. */
 export const ALT_TYPES = /^(Mac|iP)/.test(navigator.platform)
 
-/** Alt and a key by its place, whatever letters a layout or an Alt makes of it. */
-export function alt(code: string, shift = false): (event: KeyboardEvent) => boolean {
+/** Matches Alt and a physical key, independent of the keyboard layout. */
+export function altKey(code: string, shift = false): (event: KeyboardEvent) => boolean {
   return (event) =>
     event.altKey && !event.ctrlKey && !event.metaKey && event.shiftKey === shift && event.code === code &&
     !(ALT_TYPES && isTyping(event.target))
 }
 
-/** A key alone, where nothing is being typed. */
-export function bare(key: string): (event: KeyboardEvent) => boolean {
+/** Matches a key without modifiers outside text fields. */
+export function plainKey(key: string): (event: KeyboardEvent) => boolean {
   return (event) => event.key === key && !event.altKey && !event.ctrlKey && !event.metaKey && !isTyping(event.target)
 }
 
@@ -26,16 +26,16 @@ function isTyping(target: EventTarget | null): boolean {
   return target instanceof HTMLElement && (target.isContentEditable || /^(INPUT|TEXTAREA|SELECT)$/.test(target.tagName))
 }
 
-/** Enter sends and saves, wherever a message is written; on a phone it is a new line. */
-export function submits(event: KeyboardEvent): boolean {
+/** Whether a key submits a message: Enter, except on touch screens, where it is a new line; or Ctrl+Enter. */
+export function isSubmitKey(event: KeyboardEvent): boolean {
   if (event.key !== 'Enter' || event.shiftKey || event.altKey || event.isComposing) return false
   return event.ctrlKey || event.metaKey || !matchMedia('(pointer: coarse)').matches
 }
 
-export function pressed(shortcuts: readonly Shortcut[], event: KeyboardEvent): void {
+export function handleShortcut(shortcuts: readonly Shortcut[], event: KeyboardEvent): void {
   if (event.isComposing || event.defaultPrevented) return
-  const found = shortcuts.find((one) => one.does(event))
-  if (!found) return
+  const shortcut = shortcuts.find((one) => one.matches(event))
+  if (!shortcut) return
   event.preventDefault()
-  found.run()
+  shortcut.run()
 }

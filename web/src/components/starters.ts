@@ -1,4 +1,4 @@
-// The examples on the first screen. They show what Palaver does, and the embedded model can do them.
+// The examples on the first screen. The embedded model supports all of them.
 import type { Values } from '../transport/api'
 import type { ModelCard } from '../transport/types'
 import type { StarterName } from '../strings'
@@ -6,10 +6,10 @@ import type { StarterName } from '../strings'
 export interface Starter {
   name: StarterName
   parameters: Values
-  /** Whether the reply is stopped in its thought, to be continued. */
-  stops: boolean
-  /** Whether a model can do it. */
-  suits: (card: ModelCard) => boolean
+  /** Whether the reply is stopped while it thinks, to show *Continue*. */
+  stopEarly: boolean
+  /** Whether a model supports the example. */
+  isSupported: (card: ModelCard) => boolean
 }
 
 const WEATHER = {
@@ -19,13 +19,13 @@ const WEATHER = {
 }
 
 const STARTERS: readonly Starter[] = [
-  { name: 'sum', parameters: {}, stops: false, suits: () => true },
-  { name: 'table', parameters: {}, stops: false, suits: () => true },
-  { name: 'tool', parameters: { tools: [WEATHER] }, stops: false, suits: (card) => card.takes_tools },
-  { name: 'stop', parameters: {}, stops: true, suits: (card) => card.thinks },
+  { name: 'sum', parameters: {}, stopEarly: false, isSupported: () => true },
+  { name: 'table', parameters: {}, stopEarly: false, isSupported: () => true },
+  { name: 'tool', parameters: { tools: [WEATHER] }, stopEarly: false, isSupported: (card) => card.takes_tools },
+  { name: 'stop', parameters: {}, stopEarly: true, isSupported: (card) => card.thinks },
 ]
 
-/** Those for this model; all of them while it is not known what it can. */
+/** The examples that a model supports; all of them until it is loaded. */
 export function startersFor(card: ModelCard | null): readonly Starter[] {
-  return card?.state === 'ready' ? STARTERS.filter((one) => one.suits(card)) : STARTERS
+  return card?.state === 'ready' ? STARTERS.filter((one) => one.isSupported(card)) : STARTERS
 }
