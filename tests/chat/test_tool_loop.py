@@ -14,13 +14,14 @@ from typing import Any
 
 import pytest
 
+from palaver.chat import tool_loop
 from palaver.chat.interface import CallDecision, Chat, Remember
 from palaver.chat.parameters import LOOP
 from palaver.chat.service import Service
 from palaver.chat.tool_loop import DENIED, FORBIDDEN, SKIPPED, LoopLimits, server_calls
 from palaver.errors import BadParameter
 from palaver.messages import Role, Thinking, ToolCall, ToolResult, tool, user
-from palaver.store import NotFound, ReplyStatus, StoredMessage, open_store
+from palaver.store import DiskFull, LeaseLost, Locked, NotFound, ReplyStatus, StoredMessage, open_store
 from palaver.store.tool_rounds import CallState, RoundState
 from palaver.tools.config import BadToolServer, ServerConfig
 from tests.chat import tool_kills
@@ -226,6 +227,52 @@ async def test_a_call_that_is_cancelled_before_its_first_step_runs_when_it_is_co
     await chat.decide_calls(reply.id, approve(stopped))
     assert (await next_reply(chat, round)).text == ANSWER
     assert recorded(tmp_path).count("call unchanged") == 1
+
+
+@pytest.mark.parametrize("write", ["begin", "record_result"])
+async def test_a_full_disk_delays_a_call_and_loses_no_result(
+    service: Service, chat: Chat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: str
+) -> None:
+    reply = await send(chat, ["bad__unchanged"])
+    round = await wait_for_round(chat, reply.id)
+    rounds, failures = service.store.tool_rounds, [DiskFull(), Locked(), DiskFull()]
+    succeed = getattr(rounds, write)
+
+    def fail_at_first(*arguments: Any) -> Any:
+        if failures:
+            raise failures.pop()
+        return succeed(*arguments)
+
+    monkeypatch.setattr(rounds, write, fail_at_first)
+    monkeypatch.setattr(tool_loop, "RETRY_SECONDS", 0)
+    await chat.decide_calls(reply.id, approve(round))
+    assert (await next_reply(chat, round)).text == ANSWER
+    assert not failures
+    assert recorded(tmp_path).count("call unchanged") == 1
+
+
+async def test_a_call_whose_lease_is_lost_is_not_tried_again(
+    service: Service, chat: Chat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reply = await send(chat, ["bad__unchanged"])
+    round = await wait_for_round(chat, reply.id)
+    rounds, interrupted = service.store.tool_rounds, asyncio.Event()
+    loop, attempts = asyncio.get_running_loop(), []
+
+    def lose(*_: Any) -> None:
+        attempts.append("record_result")
+        raise LeaseLost
+
+    def interrupt(*_: Any) -> None:
+        loop.call_soon_threadsafe(interrupted.set)
+        raise LeaseLost
+
+    monkeypatch.setattr(rounds, "record_result", lose)
+    monkeypatch.setattr(rounds, "interrupt", interrupt)
+    await chat.decide_calls(reply.id, approve(round))
+    async with asyncio.timeout(10):
+        await interrupted.wait()
+    assert attempts == ["record_result"]
 
 
 @pytest.mark.parametrize("over_http", [False, True])

@@ -12,10 +12,10 @@ import logging
 import re
 from asyncio import to_thread
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from weakref import WeakValueDictionary
 
 from palaver.chat.attachments import AttachmentReader
@@ -25,7 +25,7 @@ from palaver.chat.turns import NewTurn
 from palaver.errors import BadParameter, PalaverError, ShuttingDown
 from palaver.media import BadMedia
 from palaver.messages import MediaPart, Part, Role, Text, ToolCall, tool
-from palaver.store import Blob, NotFound, ReplySettings, StoredMessage
+from palaver.store import Blob, LeaseLost, NotFound, ReplySettings, StoredMessage, StoreError
 from palaver.store.encoding import load_media, store_media
 from palaver.store.tool_rounds import ENDED, CallState, RoundCall, RoundState, ToolRound
 from palaver.store.tool_rules import Rule
@@ -35,7 +35,11 @@ from palaver.tools.toolbox import Toolbox, ToolPolicy, parse_policy, server_of
 if TYPE_CHECKING:
     from palaver.chat.service import Service
 
+P = ParamSpec("P")
+T = TypeVar("T")
 _log = logging.getLogger(__name__)
+RETRY_SECONDS = 1.0
+"""The pause between attempts to record what a call does."""
 DENIED = "The user did not allow this call."
 FORBIDDEN = "This tool is not allowed in this conversation."
 SKIPPED = "The call was interrupted. It is not known whether it had an effect."
@@ -247,20 +251,33 @@ class ToolLoop:
         """Runs one call: recorded as running before, with its result after."""
         key, lease = (round.reply_id, call.position), self._service.turns.lease
         try:
-            if not await to_thread(self._rounds.begin, lease, *key):
+            if not await self._record(self._rounds.begin, lease, *key):
                 return
             self._publish(owner, round)
             text, is_error, media = await self._result(owner, call)
             if call.edited is not None:
                 text = EDITED.format(arguments=call.edited, result=text)
-            await asyncio.shield(to_thread(self._rounds.record_result, lease, *key, text, is_error, media))
+            await self._record(self._rounds.record_result, lease, *key, text, is_error, media)
         except asyncio.CancelledError:
             if self._closing:
                 await to_thread(self._rounds.interrupt, lease, *key)
             raise
         except Exception:
             _log.exception("the result of a tool call was not recorded")
-            await to_thread(self._rounds.interrupt, lease, *key)
+            with suppress(LeaseLost):  # the process that has the reply now asks about the call
+                await self._record(self._rounds.interrupt, lease, *key)
+
+    async def _record(self, write: Callable[P, T], *values: P.args, **named: P.kwargs) -> T:
+        """Writes what a call does, and tries again while the store fails, as on a full disk: a result must not be
+        lost, and a call that can't be recorded must not run."""
+        while True:
+            try:
+                return await asyncio.shield(to_thread(write, *values, **named))
+            except LeaseLost:
+                raise
+            except StoreError as error:
+                _log.warning("a tool call waits for the store: %s", error)
+            await asyncio.sleep(RETRY_SECONDS)
 
     async def _result(self, owner: str, call: RoundCall) -> tuple[str, bool, tuple[Blob, ...]]:
         """The text, whether it is an error, and the media, which are stored."""
