@@ -7,7 +7,7 @@ import { requestOnce, ApiError, UnreachableError } from '../src/transport/http'
 import type { Stream } from '../src/transport/stream'
 import type { Comparison, ModelCard, Node, Status, Stored, StoredReply } from '../src/transport/types'
 
-/** A server with one conversation, whose messages are told by their ids alone. */
+/** A server with one conversation, whose messages contain their ids. */
 class Server {
   nodes: Node[] = []
   cursor: string | null = null
@@ -61,10 +61,10 @@ class Server {
     if (what === 'nodes') return this.nodes
     if (what === 'comparisons') return this.comparisons
     if (what === 'compare') {
-      this.add('said', body?.parent ?? null)
+      this.add('question', body?.parent ?? null)
       const replies = ['one', 'two'].map((reply_id) => ({ reply_id, name: reply_id, model: 'm', parameters: {} }))
-      for (const { reply_id } of replies) this.add(reply_id, 'said', 'assistant')
-      const made = { id: 'k', conversation_id: 'c', parent_id: 'said', blind: false, replies, created_at: '', decided_at: null, chosen_id: null }
+      for (const { reply_id } of replies) this.add(reply_id, 'question', 'assistant')
+      const made = { id: 'k', conversation_id: 'c', parent_id: 'question', blind: false, replies, created_at: '', decided_at: null, chosen_id: null }
       this.comparisons.push(made)
       return made
     }
@@ -84,9 +84,9 @@ class Server {
       return this.stored(what === 'fork' ? 'forked' : id!)
     }
     if (what === 'say') {
-      this.add('said', body?.parent ?? null)
-      this.add('reply', 'said', 'assistant')
-      return { message: this.stored('said'), reply: this.stored('reply') }
+      this.add('question', body?.parent ?? null)
+      this.add('reply', 'question', 'assistant')
+      return { message: this.stored('question'), reply: this.stored('reply') }
     }
     return { id: 'c', title: 't', parameters: {}, tags: [], system: '' }
   }
@@ -106,7 +106,7 @@ afterEach(() => {
   vi.unstubAllGlobals()
 })
 
-async function opened(): Promise<Conversation> {
+async function openConversation(): Promise<Conversation> {
   const conversation = new Conversation('c', stream)
   await conversation.open()
   return conversation
@@ -119,18 +119,18 @@ async function settled(): Promise<void> {
 const ids = (conversation: Conversation): string[] => conversation.path.map((one) => one.id)
 const change = (message_id: string): Parameters<Conversation['handleChange']>[0] => ({ conversation_id: 'c', what: 'message', message_id })
 
-describe('the conversation that is open', () => {
-  it('begins where this tab stood', async () => {
+describe('the open conversation', () => {
+  it('opens at the cursor of this tab', async () => {
     server.add('a', null)
     server.add('b', 'a')
     server.cursor = 'a'
-    expect(ids(await opened())).toEqual(['a'])
+    expect(ids(await openConversation())).toEqual(['a'])
   })
 
-  it('follows a branch that grows behind where it stands, and no other', async () => {
+  it('follows a branch that grows below its leaf, and no other', async () => {
     server.add('a', null)
     server.cursor = 'a'
-    const conversation = await opened()
+    const conversation = await openConversation()
     server.add('b', 'a')
     conversation.handleChange(change('b'))
     await settled()
@@ -143,65 +143,65 @@ describe('the conversation that is open', () => {
     expect(server.cursor).toBe('b')
   })
 
-  it('shows compared replies side by side until one is chosen', async () => {
-    const conversation = await opened()
+  it('shows the replies of a comparison in columns until one is chosen', async () => {
+    const conversation = await openConversation()
     compareMode.set(true, false, [{ parameters: {} }, { parameters: { temperature: 0 } }])
     expect(await conversation.send([{ type: 'text', text: 'a' }], 'key')).toBe(true)
     compareMode.set(false, false, compareMode.columns)
     expect(server.requests.find((one) => one.path.endsWith('/compare'))?.key).toBe('key')
-    expect(ids(conversation)).toEqual(['said'])
+    expect(ids(conversation)).toEqual(['question'])
     expect(conversation.comparison?.id).toBe('k')
     const column = conversation.openColumn('two')
     await settled()
-    expect(ids(column)).toEqual(['said', 'two'])
+    expect(ids(column)).toEqual(['question', 'two'])
     expect(column.comparison).toBe(null)
     server.add('three', 'two', 'tool') // as a round of tool calls does
     conversation.handleChange(change('three'))
     await settled()
-    expect(ids(column)).toEqual(['said', 'two', 'three'])
-    expect(ids(conversation)).toEqual(['said'])
-    expect(server.cursor).toBe('said')
+    expect(ids(column)).toEqual(['question', 'two', 'three'])
+    expect(ids(conversation)).toEqual(['question'])
+    expect(server.cursor).toBe('question')
     conversation.closeColumn(column)
     expect(await conversation.choose(conversation.comparison!, 'two')).toBe(true)
-    expect(ids(conversation)).toEqual(['said', 'two', 'three'])
+    expect(ids(conversation)).toEqual(['question', 'two', 'three'])
     expect(conversation.comparison).toBe(null)
-    await conversation.moveTo('said')
+    await conversation.moveTo('question')
     expect(conversation.comparison?.chosen_id).toBe('two')
   })
 
-  it('stays where it went back to, whatever else is told', async () => {
+  it('keeps its cursor whatever other changes arrive', async () => {
     server.add('a', null)
     server.add('b', 'a')
     server.cursor = 'a'
-    const conversation = await opened()
+    const conversation = await openConversation()
     conversation.handleChange({ conversation_id: 'c', what: 'ended', message_id: 'b' })
     await settled()
     expect(ids(conversation)).toEqual(['a'])
   })
 
-  it('says behind what it shows, with a key, and once', async () => {
+  it('sends below the shown leaf, with a key, and once', async () => {
     server.add('a', null)
     server.cursor = 'a'
-    const conversation = await opened()
+    const conversation = await openConversation()
     server.failing = 0
     const saying = conversation.send([{ type: 'text', text: 'hi' }], 'key')
     expect(conversation.pending?.key).toBe('key')
-    conversation.handleChange(change('said')) // one's own doing is told, too, perhaps before its answer
+    conversation.handleChange(change('question')) // own changes are received, too, possibly before the response
     expect(await saying).toBe(true)
     await settled()
-    expect(ids(conversation)).toEqual(['a', 'said', 'reply'])
+    expect(ids(conversation)).toEqual(['a', 'question', 'reply'])
     expect(conversation.pending).toBe(null)
-    const said = server.requests.filter((one) => one.path.endsWith('/say'))
-    expect(said).toHaveLength(1)
-    expect(said[0]).toMatchObject({ key: 'key', body: { parent: 'a' } })
+    const sent = server.requests.filter((one) => one.path.endsWith('/say'))
+    expect(sent).toHaveLength(1)
+    expect(sent[0]).toMatchObject({ key: 'key', body: { parent: 'a' } })
     expect(server.requests.filter((one) => one.method === 'PUT')).toHaveLength(1)
   })
 
-  it('goes on and forks with a key, sent again with the same one after a cut', async () => {
+  it('continues and forks with a key, and retries with the same key', async () => {
     server.add('a', null)
     server.add('b', 'a', 'assistant')
     server.cursor = 'b'
-    const conversation = await opened()
+    const conversation = await openConversation()
     for (const what of ['continue', 'fork']) {
       server.failing = 2
       const doing = what === 'fork' ? conversation.fork(server.stored('b'), 3, 7) : conversation.continueReply(server.stored('b'))
@@ -215,11 +215,11 @@ describe('the conversation that is open', () => {
     expect(ids(conversation)).toEqual(['a', 'forked'])
   })
 
-  it('lets a person choose when the context is full', async () => {
+  it('lets the user choose when the context is full', async () => {
     server.add('a', null)
     server.cursor = 'a'
     server.full = true
-    const conversation = await opened()
+    const conversation = await openConversation()
     const parts = [{ type: 'text' as const, text: 'hi' }]
     const back = conversation.send(parts, 'key')
     await settled()
@@ -231,15 +231,15 @@ describe('the conversation that is open', () => {
     await settled()
     conversation.overflow?.choose('always')
     expect(await always).toBe(true)
-    expect(ids(conversation)).toEqual(['a', 'said', 'reply'])
+    expect(ids(conversation)).toEqual(['a', 'question', 'reply'])
     expect(server.requests.find((one) => one.method === 'PATCH')?.body).toEqual({ parameters: { overflow: 'shorten' } })
     expect(server.requests.findLast((one) => one.path.endsWith('/say'))?.body).toMatchObject({ parameters: { overflow: 'shorten' } })
   })
 
-  it('says why something failed until it is done after all', async () => {
+  it('shows an error until the action succeeds', async () => {
     server.add('a', null)
     server.cursor = 'a'
-    const conversation = await opened()
+    const conversation = await openConversation()
     server.gone = true
     expect(await conversation.send([{ type: 'text', text: 'hi' }], 'key')).toBe(false)
     expect(notices.all.map((one) => one.lines[0]?.text)).toEqual(['gone'])
@@ -248,11 +248,11 @@ describe('the conversation that is open', () => {
     expect(notices.all).toEqual([])
   })
 
-  it('can continue what was cut short, and no reply that is whole', async () => {
+  it('can continue incomplete replies only', async () => {
     server.add('a', null)
     server.add('b', 'a', 'assistant')
     server.cursor = 'b'
-    const conversation = await opened()
+    const conversation = await openConversation()
     const card = { state: 'ready', context_length: 100 } as ModelCard
     const usage = { prompt_tokens: 40, cached_tokens: 0, reply_tokens: 20, thinking_tokens: 0 }
     const can = (status: Status | null, given: Partial<Stored> = {}, tokens = usage): boolean => {
@@ -271,14 +271,14 @@ describe('the conversation that is open', () => {
     expect(can('stopped')).toBe(false)
   })
 
-  it('tells when it is not there', async () => {
+  it('reports a missing conversation', async () => {
     server.gone = true
-    expect((await opened()).missing).toBe(true)
+    expect((await openConversation()).missing).toBe(true)
   })
 })
 
-describe('a write with a key', () => {
-  it('is sent again while the server can’t be reached', async () => {
+describe('a write with an idempotency key', () => {
+  it('is retried while the server is unreachable', async () => {
     server.add('a', null)
     server.failing = 2
     const writing = requestOnce('api/conversations/c/say', { method: 'POST', json: { parent: 'a' }, key: 'k' })
@@ -287,7 +287,7 @@ describe('a write with a key', () => {
     expect(server.requests.map((one) => one.key)).toEqual(['k', 'k', 'k'])
   })
 
-  it('is given up on after a while, and at once where the server says no', async () => {
+  it('fails after several attempts, and at once on an error response', async () => {
     server.failing = 100
     const lost = expect(requestOnce('api/x', { method: 'POST', key: 'k' })).rejects.toBeInstanceOf(UnreachableError)
     await vi.advanceTimersByTimeAsync(60_000)

@@ -45,8 +45,8 @@ function blocks(document: MarkdownDocument): string[] {
   return document.blocks.map((block) => `${block.kind}:${block.info}:${block.source.trim()}`)
 }
 
-describe('a document that grows', () => {
-  it('has the same blocks wherever its text is cut', () => {
+describe('a growing document', () => {
+  it('has the same blocks wherever its text is split', () => {
     const whole = blocks(new MarkdownDocument(TEXT))
     expect(whole).toHaveLength(9)
     for (let cut = 1; cut < TEXT.length; cut += 1) {
@@ -66,7 +66,7 @@ describe('a document that grows', () => {
     expect(blocks(document)).toEqual(blocks(new MarkdownDocument(TEXT)))
   })
 
-  it('shows an open fence as code, without a half of what closes it', () => {
+  it('shows an open fence as code, without a partial closing fence', () => {
     const document = new MarkdownDocument()
     document.append('```py\nprint(1)\n``')
     expect(document.tail).toEqual({ kind: 'code', info: 'py', source: 'print(1)\n' })
@@ -74,7 +74,7 @@ describe('a document that grows', () => {
     expect(document.tail?.source).toBe('print(1)\n``x`` no fence\n')
   })
 
-  it('keeps the open block small however long a list, a line or a text grows', () => {
+  it('limits the length of the open block', () => {
     for (const piece of ['- an item of a list\n', 'words without an end ', 'a line of a paragraph\n']) {
       const document = new MarkdownDocument()
       for (let count = 0; count < 5000; count += 1) {
@@ -85,7 +85,7 @@ describe('a document that grows', () => {
     }
   })
 
-  it('takes back what came after a mark', () => {
+  it('restores a mark', () => {
     const document = new MarkdownDocument()
     document.append('One.\n\nTwo')
     const mark = document.mark()

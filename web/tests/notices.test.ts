@@ -13,7 +13,7 @@ afterEach(() => {
 })
 
 describe('notices', () => {
-  it('are one error and one piece of news at most, the newest of each', () => {
+  it('are at most one error and one message, the newest of each', () => {
     notices.show('one')
     notices.showError('bad one')
     notices.show('two')
@@ -21,7 +21,7 @@ describe('notices', () => {
     expect(texts()).toEqual(['two', 'bad two'])
   })
 
-  it('go when their cause is over', () => {
+  it('are cleared with their cause', () => {
     notices.show('still replying', { cause: 'running' })
     notices.showError(new Error('not sent'))
     notices.clear('running')
@@ -35,14 +35,14 @@ describe('notices', () => {
     expect(texts()).toEqual([])
   })
 
-  it('are told once, however often they are said', () => {
+  it('are shown once, with a count of repetitions', () => {
     notices.showError('bad')
     notices.showError('bad')
     notices.showError('bad')
     expect(texts()).toEqual(['bad ×3'])
   })
 
-  it('tell of several files together', () => {
+  it('collect several files', () => {
     notices.showError('one.png', 'file')
     notices.showError('two.png', 'file')
     notices.showError('two.png', 'file')
@@ -51,7 +51,7 @@ describe('notices', () => {
     expect(texts()).toEqual(['something else'])
   })
 
-  it('go after a while', () => {
+  it('expire', () => {
     notices.show('Imported.')
     notices.showError('bad')
     vi.advanceTimersByTime(7000)

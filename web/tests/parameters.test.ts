@@ -1,15 +1,15 @@
 import { describe, expect, it } from 'vitest'
 import { parseTools, validateNumber, withValue } from '../src/state/parameters'
 
-describe('what a person sets', () => {
-  it('is set, and taken back', () => {
+describe('parameters', () => {
+  it('are set and removed', () => {
     expect(withValue({ a: 1 }, 'b', 2)).toEqual({ a: 1, b: 2 })
     expect(withValue({ a: 1 }, 'a', null)).toEqual({})
     expect(withValue({ a: 1 }, 'a', [])).toEqual({})
     expect(withValue({}, 'thinking', false)).toEqual({ thinking: false })
   })
 
-  it('is told when it is out of bounds', () => {
+  it('are validated against their bounds', () => {
     expect(validateNumber('temperature', '0.7')).toBe('')
     expect(validateNumber('temperature', '')).toBe('')
     expect(validateNumber('temperature', '99')).toContain('between 0 and 5')
@@ -18,8 +18,8 @@ describe('what a person sets', () => {
   })
 })
 
-describe('tools as they are typed', () => {
-  it('are taken in both forms', () => {
+describe('parseTools', () => {
+  it('are accepted in both forms', () => {
     const plain = { name: 'add', description: 'Adds.', parameters: { type: 'object' } }
     const openai = { type: 'function', function: { ...plain, name: 'sub' } }
     expect(parseTools(JSON.stringify([plain, openai]))).toEqual([plain, openai])
@@ -35,7 +35,7 @@ describe('tools as they are typed', () => {
     ['[{"name": "a", "description": 1}]', 'description of a'],
     ['[{"name": "a", "parameters": [1]}]', 'parameters of a'],
     ['[{"name": "a"}, {"name": "a"}]', 'Two tools are called a'],
-  ])('are refused with a reason: %s', (text, why) => {
+  ])('are rejected with a reason: %s', (text, why) => {
     expect(() => parseTools(text)).toThrow(why)
   })
 })

@@ -9,14 +9,14 @@ const WHOLE = [
 ]
 
 describe('events in a stream', () => {
-  it('are the same wherever the stream is cut', () => {
+  it('are the same wherever the stream is split', () => {
     for (let cut = 0; cut <= STREAM.length; cut += 1) {
       const parser = new EventParser()
       expect([...parser.feed(STREAM.slice(0, cut)), ...parser.feed(STREAM.slice(cut))]).toEqual(WHOLE)
     }
   })
 
-  it('are not told before they are whole', () => {
+  it('are not dispatched before they are complete', () => {
     const parser = new EventParser()
     expect(parser.feed('data: half\n')).toEqual([])
     expect(parser.feed('\n')).toHaveLength(1)

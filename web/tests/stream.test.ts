@@ -65,7 +65,7 @@ afterEach(() => {
 })
 
 describe('the stream of a tab', () => {
-  it('is read whole through fifty cuts, with nothing missing and nothing twice', async () => {
+  it('resumes after fifty interruptions without gaps or repetitions', async () => {
     const server = new Server(Array.from({ length: 50 }, (_, index) => 90 + ((index * 37) % 400)))
     const recorder = listener()
     const stream = new Stream(recorder, server.connect)
@@ -80,7 +80,7 @@ describe('the stream of a tab', () => {
     stream.release()
   })
 
-  it('asks for each turn from its last number on, and once for all that changed in a moment', async () => {
+  it('requests each turn from its last event number, once for several changes', async () => {
     const server = new Server([])
     const stream = new Stream(listener(), server.connect)
     stream.resume()
@@ -97,7 +97,7 @@ describe('the stream of a tab', () => {
     stream.release()
   })
 
-  it('lets its connection go when it is released, and has one at most', async () => {
+  it('closes its connection on release, and has at most one', async () => {
     const server = new Server([])
     const stream = new Stream(listener(), server.connect)
     stream.resume()
@@ -110,7 +110,7 @@ describe('the stream of a tab', () => {
     expect(server.requests.length).toBeLessThanOrEqual(2)
   })
 
-  it('takes a connection that says nothing for dead', async () => {
+  it('reconnects after silence', async () => {
     const server = new Server([])
     const recorder = listener()
     const stream = new Stream(recorder, server.connect)
@@ -121,7 +121,7 @@ describe('the stream of a tab', () => {
     stream.release()
   })
 
-  it('comes again after the server was away, and stops where it wants a key', async () => {
+  it('reconnects after errors, and stops when a key is required', async () => {
     let away = 3
     const server = new Server([], () => (away-- > 0 ? new TypeError('refused') : null))
     const recorder = listener()

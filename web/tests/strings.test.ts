@@ -45,7 +45,7 @@ describe('the texts of the page', () => {
     expect(Object.keys(strings.parameters).sort()).toEqual(Object.keys(NUMBERS).sort())
   })
 
-  it('say what is wrong in the page’s words, or else in the server’s', () => {
+  it('translate errors by name, or else use the server’s message', () => {
     const refused = (name: string | null, details: Record<string, unknown> | null = null): string =>
       new ApiError(400, { message: 'as the server says', type: 'x', param: null, code: null, name, details }).message
     expect(refused('unknown_format')).toContain('Can’t read this file. Supported:')
@@ -55,7 +55,7 @@ describe('the texts of the page', () => {
     expect(refused(null)).toBe('as the server says')
   })
 
-  it('name the kind of model that a refused file needs', () => {
+  it('name the kind of model that a rejected file needs', () => {
     expect(strings.files.media('a.png', 'image')).toBe('a.png: this model can’t read pictures. A vision model is needed for that.')
     expect(strings.files.media('a.wav', 'audio')).toContain('An audio model is needed')
     expect(strings.files.media('a.mp4', 'video')).toContain('A video model is needed')
@@ -63,7 +63,7 @@ describe('the texts of the page', () => {
 })
 
 describe('numbers', () => {
-  it('are written alike everywhere', () => {
+  it('are formatted', () => {
     expect(count(1234567)).toBe('1,234,567')
     expect(plural(1, 'token')).toBe('1 token')
     expect(plural(2000, 'token')).toBe('2,000 tokens')

@@ -30,7 +30,7 @@ function pass(seconds: number): void {
 }
 
 describe('the clock of a thought', () => {
-  it('counts from where it opened', () => {
+  it('counts from its opening', () => {
     const turn = new Turn()
     turn.apply(0, started(0))
     pass(2)
@@ -39,7 +39,7 @@ describe('the clock of a thought', () => {
     expect(shown(turn)).toBe(4)
   })
 
-  it('leaves out the time in which the prompt that opened it is read', () => {
+  it('excludes the time of the prompt', () => {
     const turn = new Turn()
     turn.apply(1, opened)
     pass(5)
@@ -48,7 +48,7 @@ describe('the clock of a thought', () => {
     expect(shown(turn)).toBe(3)
   })
 
-  it('leaves out the time for which the reply was stopped', () => {
+  it('excludes the time while the reply was stopped', () => {
     const turn = new Turn()
     turn.apply(1, opened)
     turn.apply(1, started(0))
@@ -65,7 +65,7 @@ describe('the clock of a thought', () => {
     expect(shown(turn)).toBe(6)
   })
 
-  it('counts a thought that was continued, after a reload in the middle of it', () => {
+  it('counts a continued thought after a reload', () => {
     const turn = new Turn()
     turn.apply(1, opened)
     turn.apply(2, thought('Hm'))
@@ -75,7 +75,7 @@ describe('the clock of a thought', () => {
     expect(shown(turn)).toBe(27)
   })
 
-  it('counts a thought that began before the page was there', () => {
+  it('counts a thought that began before the page was loaded', () => {
     const turn = new Turn()
     turn.apply(1, opened)
     turn.apply(1, started(30))
@@ -84,7 +84,7 @@ describe('the clock of a thought', () => {
     expect(shown(turn)).toBe(31)
   })
 
-  it('leaves out the time for which the server was away', () => {
+  it('excludes the time while the server was unreachable', () => {
     const turn = new Turn()
     turn.apply(1, opened)
     turn.apply(1, started(0))
@@ -98,14 +98,14 @@ describe('the clock of a thought', () => {
     expect(shown(turn)).toBe(5)
   })
 
-  it('is not shown if the time is not known', () => {
+  it('is null if the time is unknown', () => {
     const turn = new Turn()
     turn.apply(1, opened)
     turn.apply(1, started(null))
     expect(thinkingClock(turn)).toBe(null)
   })
 
-  it('begins anew with every thought of a reply', () => {
+  it('restarts with every thought of a reply', () => {
     const turn = new Turn()
     turn.apply(1, opened)
     turn.apply(1, started(0))
