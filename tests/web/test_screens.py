@@ -90,6 +90,9 @@ def test_the_first_screen(browser: Browser, sprout: Served, pictures: Path) -> N
         expect(page.get_by_role("button", name="Use a real model")).to_be_in_viewport()
         assert not page.evaluate("document.documentElement.scrollWidth > innerWidth")
         seen(page, name, pictures)
+    phone.get_by_role("textbox", name="Message").fill("5f" * 32)
+    assert not phone.evaluate("document.documentElement.scrollWidth > innerWidth"), "a long word widens the page"
+    for page in (light, dark, phone):
         page.context.close()
 
 
