@@ -17,6 +17,7 @@ from palaver.messages import Message, Role, Text
 from palaver.repl.commands.attachments import parse_files, split_media
 from palaver.repl.pictures import encode_picture, picture_protocol
 from tests import media_files
+from tests.chat.scripted_service import OTHER
 from tests.repl.conftest import Door
 from tests.repl.scripted_session import open_session
 from tests.repl.terminal import ENTER
@@ -146,6 +147,19 @@ async def test_attached_files_go_with_the_next_message(tmp_path: Path) -> None:
         await session.do("When?")
         path = await session.session.cursor.path()
         assert path[0].parts == (Text("\n\nFile trip.pdf:\n\nLeaves at nine\n\n"), Text("When?"))
+
+
+async def test_two_slashes_send_the_name_of_a_file_as_text(tmp_path: Path) -> None:
+    notes, picture = tmp_path / "notes.txt", tmp_path / "red.png"
+    notes.write_text("Hello")
+    picture.write_bytes(media_files.picture())
+    async with open_session(tmp_path / "data", OTHER, OTHER) as session:
+        for line in (str(notes), f"{picture} What is it?"):
+            await session.do(f"/{line}")
+            sent = await session.session.cursor.last_message(Role.USER)
+            assert sent is not None
+            assert sent.parts == (Text(line),)
+        assert "notes.txt will be sent with your next message" in await session.do(str(notes))
 
 
 @pytest.mark.parametrize(("terminal", "is_drawn"), [("xterm-kitty", True), ("xterm-256color", False)])

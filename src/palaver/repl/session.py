@@ -116,7 +116,8 @@ class Session:
     async def _dispatch(self, typed: TypedLine) -> None:
         from palaver.repl.commands.attachments import attach_file, parse_files, split_media
 
-        if self.lines.is_interactive and typed.edited_id is None and (files := parse_files(typed.text)):
+        takes_files = self.lines.is_interactive and typed.edited_id is None and not typed.text.startswith("//")
+        if takes_files and (files := parse_files(typed.text)):
             for path in files:
                 await attach_file(self, path)
             return
@@ -124,7 +125,7 @@ class Session:
             case MessageLine(text) if typed.edited_id is not None:
                 await self.edit_message(typed.edited_id, text)
             case MessageLine(text):
-                files, text = split_media(text) if self.lines.is_interactive else ([], text)
+                files, text = split_media(text) if takes_files else ([], text)
                 for path in files:
                     await attach_file(self, path)
                 await self.send_text(text)
