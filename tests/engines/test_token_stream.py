@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
 
 import pytest
 
 from palaver.engines.base import EngineInfo
+from palaver.engines.core import token_stream
 from palaver.engines.core.media import MediaCache, with_media
 from palaver.engines.core.token_stream import StreamLost, TokenRequest, TokenStreamEngine
 from palaver.errors import BadParameter, UnsupportedContent
 from palaver.generation import MediaContent, MediaExpansion, MediaItem, MediaSpan, Prefilled, Prompt, Step
+from palaver.phases import Phase, Phases, State, Trigger
 from palaver.sampling import Sampling
-from tests.engines.generate import continued, run
+from tests.engines.generate import Run, continued, run
 
 VOCABULARY = tuple(bytes([byte]) for byte in range(256))
 INFO = EngineInfo("tiny", 64, 256, frozenset({0}), Sampling(), "cpu", "float32")
 GREEDY = Sampling(temperature=0, max_tokens=4)
+CLOSING = (200, 201)
+"""A marker that ends a thought, and a line break."""
+THOUGHT = Phases((State(Phase.THINKING, triggers=(Trigger(200, 1),), closing=CLOSING), State(Phase.ANSWER)))
 PIXELS = MediaContent(bytes(12), (2, 2, 3), "uint8")
 
 
@@ -51,6 +57,37 @@ class CountingSource:
 
     async def close(self) -> None:
         pass
+
+
+@dataclass
+class UnreliableSource(CountingSource):
+    """Loses the connection of submissions that continue a reply before they start, so many times."""
+
+    losses: int = 2
+
+    async def stream(self, request: TokenRequest) -> AsyncGenerator[Prefilled | Step]:
+        if request.prompt.reply_ids and self.losses:
+            self.losses -= 1
+            raise StreamLost("gone")
+        async for output in super().stream(request):
+            yield output
+
+
+@dataclass
+class HeldSource(CountingSource):
+    """Its first submission ends with the third token. Those that continue a reply start once `released` is set."""
+
+    submitted: asyncio.Queue[TokenRequest] = field(default_factory=asyncio.Queue)
+    released: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def stream(self, request: TokenRequest) -> AsyncGenerator[Prefilled | Step]:
+        self.submitted.put_nowait(request)
+        if request.prompt.reply_ids:
+            await self.released.wait()
+        async for output in super().stream(request):
+            if isinstance(output, Step) and output.token_id == 68:
+                await asyncio.Event().wait()
+            yield output
 
 
 @dataclass
@@ -118,3 +155,30 @@ async def test_without_media_they_are_refused() -> None:
         engine.expand_media(prompt_with("a").media[0].item)
     with pytest.raises(BadParameter, match="image"):
         await run(engine, prompt_with("a"), GREEDY)
+
+
+async def test_a_forced_closing_arrives_although_its_submission_is_lost_before_it_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(token_stream, "RETRY_DELAYS_S", (0.0, 0.0))
+    source = UnreliableSource()
+    sampling = Sampling(temperature=0, max_tokens=7, thinking_budget=3)
+    out = await run(TokenStreamEngine(INFO, VOCABULARY, source), Prompt((1, 2), phases=THOUGHT), sampling)
+    assert source.losses == 0
+    assert out.ids == [65, 66, 67, *CLOSING, 70, 71]
+
+
+async def test_a_forced_closing_arrives_once_if_the_answer_is_requested_twice() -> None:
+    source, out = HeldSource(), Run()
+    engine = TokenStreamEngine(INFO, VOCABULARY, source)
+    async with engine.generate(Prompt((1, 2), phases=THOUGHT), Sampling(temperature=0, max_tokens=7)) as outputs:
+        while len(out.ids) < 3:
+            out.add(await anext(outputs))
+        for _ in range(2):
+            await source.submitted.get()
+            outputs.answer_now()
+        assert (await source.submitted.get()).prompt.reply_ids == (65, 66, 67, *CLOSING)
+        source.released.set()
+        async for output in outputs:
+            out.add(output)
+    assert out.ids == [65, 66, 67, *CLOSING, 70, 71]

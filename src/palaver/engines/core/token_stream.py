@@ -123,6 +123,9 @@ class StreamedGeneration:
         self._outputs: asyncio.Queue[Output | PalaverError] = asyncio.Queue()
         self._pump: asyncio.Task[None] | None = None
         self._reported_prefill = False
+        self._unsent_ids: tuple[int, ...] = ()
+        """Forced tokens that the reply has and the reader does not have yet. They are sent when a submission that
+        follows them starts: one that ends before that leaves them to the next one."""
         self._finished = False
 
     async def prepare(self) -> None:
@@ -214,15 +217,15 @@ class StreamedGeneration:
             before = len(reply.token_ids)
             for token_id in forced:
                 reply.append_token(token_id)
-            forced = tuple(reply.token_ids[before:])
             if forced:
+                self._unsent_ids += tuple(reply.token_ids[before:])
                 self._request = None
             if reply.ended is not None:
-                for one in self._start(Prefilled(len(self._prompt), 0), forced):
+                for one in self._start(Prefilled(len(self._prompt), 0)):
                     yield one
                 break
             try:
-                async with aclosing(self._stream(forced)) as outputs:
+                async with aclosing(self._stream()) as outputs:
                     async for output in outputs:
                         delays = iter(RETRY_DELAYS_S)
                         yield output
@@ -233,8 +236,8 @@ class StreamedGeneration:
                 await asyncio.sleep(delay)
         yield reply.ended
 
-    async def _stream(self, forced: tuple[int, ...]) -> AsyncGenerator[Output]:
-        """One submission, from behind the tokens `forced`, to the end of the reply or the next forced token."""
+    async def _stream(self) -> AsyncGenerator[Output]:
+        """One submission, to the end of the reply or the next forced token."""
         reply = self._reply
         assert reply is not None
         request = self._request or await self._prepare_request()
@@ -242,9 +245,8 @@ class StreamedGeneration:
         async with aclosing(self._source.stream(request)) as outputs:
             async for output in outputs:
                 if isinstance(output, Prefilled):
-                    for one in self._start(output, forced):
+                    for one in self._start(output):
                         yield one
-                    forced = ()
                     continue
                 if math.isnan(output.logprob):
                     raise not_a_number()
@@ -254,9 +256,10 @@ class StreamedGeneration:
                     return
         raise StreamLost("The engine ended the reply before its end.")
 
-    def _start(self, prefilled: Prefilled, forced: tuple[int, ...]) -> tuple[Output, ...]:
-        """The outputs at the start of a submission. Only that of the first one is reported."""
+    def _start(self, prefilled: Prefilled) -> tuple[Output, ...]:
+        """The outputs at the start of a submission: `Prefilled` of the first one only, and the unsent tokens."""
         reported, self._reported_prefill = self._reported_prefill, True
+        forced, self._unsent_ids = self._unsent_ids, ()
         return (*(() if reported else (prefilled,)), *prefill_steps(forced))
 
     async def _prepare_request(self) -> TokenRequest:
