@@ -9,12 +9,12 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from palaver.engines.base import EngineGeneration
 from palaver.engines.core.engine import LocalEngine
@@ -31,7 +31,7 @@ from palaver.engines.host.frames import (
 )
 from palaver.engines.host.process import shorten_waits
 from palaver.errors import BrokenModel, EngineError, PalaverError
-from palaver.generation import MediaContent, MediaItem
+from palaver.generation import Ended, Finish, MediaContent, MediaItem
 from palaver.memory import collect_seldom
 
 if TYPE_CHECKING:
@@ -251,6 +251,8 @@ class EngineHost:
         self._writer = writer
         self._engine: ChildEngine | None = None
         self._generations: dict[int, EngineGeneration] = {}
+        self._preparing: dict[int, bool] = {}
+        """Requests whose generations have not begun, and whether they answer from their first token on."""
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._outputs: list[tuple[int, OutputFrame]] = []
         self._flushing = False
@@ -259,10 +261,10 @@ class EngineHost:
         self._commands: dict[str, Callable[[Frame], None]] = {
             "generate": self._start_generation,
             "cancel": self._cancel,
-            "stop": lambda frame: self._call(frame, "stop"),
+            "stop": self._stop,
             "figures": lambda frame: self._answer(frame, self._metrics()),
             "forget": lambda frame: self._answer(frame, self._forget(frame["conversation"])),
-            "answer_now": lambda frame: self._call(frame, "answer_now"),
+            "answer_now": self._answer_now,
             "expand": self._start_expansion,
             "content": self._take_content,
         }
@@ -321,11 +323,9 @@ class EngineHost:
             except Exception as error:  # the query gets no figures; requests report the error
                 self._send({"answer": {}, "number": number})
                 print(f"A question failed ({type(error).__name__}: {error}).", file=sys.stderr)
-            finally:
-                self._tasks.pop(number, None)
 
         number = frame["number"]
-        self._tasks[number] = asyncio.create_task(answer())
+        self._start_task(number, answer())
 
     async def _metrics(self) -> dict[str, float]:
         assert self._engine is not None
@@ -338,7 +338,7 @@ class EngineHost:
 
     def _start_expansion(self, frame: Frame) -> None:
         number = frame["number"]
-        self._tasks[number] = asyncio.create_task(self._expand(number, frame["item"]))
+        self._start_task(number, self._expand(number, frame["item"]))
 
     async def _expand(self, number: int, item: MediaItem) -> None:
         assert self._engine is not None
@@ -350,8 +350,6 @@ class EngineHost:
         except Exception as error:
             failed = EngineError(f"The engine failed on this {item.kind} ({type(error).__name__}: {error}).")
             self._send({"refused": encode_error(failed), "number": number})
-        finally:
-            self._tasks.pop(number, None)
 
     def _with_content(self, number: int, item: MediaItem) -> MediaItem:
         """The item with a function that asks the supervisor for its content. The function is called in threads."""
@@ -382,7 +380,12 @@ class EngineHost:
 
     def _start_generation(self, frame: Frame) -> None:
         number = frame["number"]
-        self._tasks[number] = asyncio.create_task(self._generate(number, frame))
+        self._preparing[number] = False
+        self._start_task(number, self._generate(number, frame))
+
+    def _start_task(self, number: int, work: Coroutine[Any, Any, None]) -> None:
+        task = self._tasks[number] = asyncio.create_task(work)
+        task.add_done_callback(lambda _: self._tasks.pop(number, None))  # `work` may be cancelled before it begins
 
     async def _generate(self, number: int, frame: Frame) -> None:
         assert self._engine is not None
@@ -395,6 +398,8 @@ class EngineHost:
             self._send({"request": number, "progress": "RUNNING"})  # before a step with it can end this process
             async with generation as outputs:
                 self._generations[number] = outputs
+                if self._preparing.pop(number, False):
+                    outputs.answer_now()
                 async for output in outputs:
                     self._put((number, output))
         except PalaverError as error:
@@ -405,7 +410,7 @@ class EngineHost:
             self._put((number, encode_error(EngineError(f"The engine failed: {error}"))))
         finally:
             self._generations.pop(number, None)
-            self._tasks.pop(number, None)
+            self._preparing.pop(number, None)
 
     def _put(self, item: tuple[int, OutputFrame]) -> None:
         """Collects the outputs of one iteration of the event loop into one frame."""
@@ -420,14 +425,26 @@ class EngineHost:
         self._send({"outputs": outputs})
 
     def _cancel(self, frame: Frame) -> None:
-        task = self._tasks.get(frame["number"])
+        number = frame["number"]
+        self._preparing.pop(number, None)
+        task = self._tasks.get(number)
         if task is not None:
             task.cancel()
 
-    def _call(self, frame: Frame, method: str) -> None:
-        generation = self._generations.get(frame["number"])
-        if generation is not None:
-            getattr(generation, method)()
+    def _stop(self, frame: Frame) -> None:
+        number = frame["number"]
+        if number in self._generations:
+            self._generations[number].stop()
+        elif number in self._preparing:
+            self._cancel(frame)
+            self._put((number, Ended(Finish.STOPPED)))
+
+    def _answer_now(self, frame: Frame) -> None:
+        number = frame["number"]
+        if number in self._generations:
+            self._generations[number].answer_now()
+        elif number in self._preparing:
+            self._preparing[number] = True
 
     def _send(self, frame: Frame) -> None:
         self._writer.write(encode_frame(frame))
