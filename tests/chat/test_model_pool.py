@@ -169,6 +169,62 @@ async def test_a_running_reply_is_never_evicted_and_the_one_that_waits_sees_prog
     await pool.unload()
 
 
+async def test_a_request_for_a_model_that_is_being_unloaded_waits_for_one_load() -> None:
+    hold = asyncio.Event()
+    shelf, measured = Shelf(hold=hold), list[str]()
+    pool = shelf.pool()
+
+    async def measure(name: str, report: ReportProgress) -> int:
+        measured.append(name)
+        return 4
+
+    pool._measure = measure
+    pool.load("a")
+    await pool.ready()
+    first = asyncio.create_task(answer(pool, "a"))
+    while not shelf.open["a"].calls:
+        await asyncio.sleep(0)
+    unloading = asyncio.create_task(pool.unload("a"))
+    second = asyncio.create_task(answer(pool, "a"))
+    for _ in range(100):  # iterations of the event loop
+        await asyncio.sleep(0)
+    assert measured == ["a"], "it is not loaded while the first reply runs"
+    hold.set()
+    assert await first == await second
+    await unloading
+    assert (measured, shelf.loads) == (["a", "a"], ["a", "a"])
+    await pool.unload()
+
+
+@pytest.mark.parametrize("everything", [False, True], ids=["cancelled", "everything"])
+async def test_a_request_does_not_wait_for_an_unloading_that_is_over(everything: bool) -> None:
+    hold = asyncio.Event()
+    shelf = Shelf(hold=hold)
+    pool = shelf.pool()
+    pool.load("a")
+    await pool.ready()
+    first = asyncio.create_task(answer(pool, "a"))
+    while not shelf.open["a"].calls:
+        await asyncio.sleep(0)
+    engine = shelf.open["a"]
+    unloading = asyncio.create_task(pool.unload("a"))
+    await asyncio.sleep(0)
+    loading = asyncio.create_task(pool.preload("a"))
+    await asyncio.sleep(0)
+    assert not loading.done()
+    if everything:
+        await pool.unload()
+        with pytest.raises(EngineClosed):
+            await loading
+    else:
+        unloading.cancel()
+        await loading
+        assert shelf.open["a"] is engine, "it is loaded still"
+    hold.set()
+    await asyncio.gather(first, unloading, return_exceptions=True)
+    await pool.unload()
+
+
 async def test_a_reply_that_waits_for_its_model_can_be_stopped() -> None:
     shelf = Shelf()
     pool = shelf.pool(memory=4)

@@ -77,8 +77,8 @@ class PooledModel:
     """Whether a request waits for the load."""
     is_reserved: bool = False
     """After a load that a request waited for: that request is served before the model is evicted again."""
-    draining: bool = False
-    """Whether it is evicted as soon as it is idle. Further users wait until it is loaded again."""
+    accepts_users: asyncio.Event = field(default_factory=asyncio.Event)
+    """Not set while it waits to be idle and is then evicted: further users wait until it is loaded again."""
     last_use: int = 0
     used_at: float = 0.0
     nbytes: int = 0
@@ -86,10 +86,14 @@ class PooledModel:
     """Whether it can't be loaded again, and is never evicted."""
     is_closed: bool = False
 
+    def __post_init__(self) -> None:
+        self.idle.set()
+        self.accepts_users.set()
+
     @property
     def is_usable(self) -> bool:
         """Whether the engine is loaded, and a new user need not wait for another model."""
-        return self.engine is not None and (self.is_reserved or not self.draining)
+        return self.engine is not None and (self.is_reserved or self.accepts_users.is_set())
 
     @property
     def is_ready(self) -> bool:
@@ -205,7 +209,6 @@ class ModelPool:
         """Puts a model into use that is loaded already. It is never evicted."""
         await self.unload()
         entry = self._models[model.name] = PooledModel(model.name, is_fixed=True)
-        entry.idle.set()
         self._set_loaded(entry, model)
         entry.model = model
         self._default = self._requested = model.name
@@ -363,6 +366,7 @@ class ModelPool:
         finally:
             for entry in entries:
                 entry.is_closed, entry.engine = True, None
+                entry.accepts_users.set()  # those that wait get EngineClosed
             for engine in loaded:
                 await engine.close()
 
@@ -389,8 +393,7 @@ class ModelPool:
 
     def _entry(self, name: str) -> PooledModel:
         if name not in self._models:
-            entry = self._models[name] = PooledModel(name)
-            entry.idle.set()
+            self._models[name] = PooledModel(name)
         return self._models[name]
 
     def _set_idle(self, entry: PooledModel) -> None:
@@ -427,6 +430,8 @@ class ModelPool:
 
     async def _ensure_loaded(self, entry: PooledModel) -> None:
         """Waits until the model is loaded. Several callers wait for one load, and get its error."""
+        while entry.engine is not None and not entry.is_usable:  # its replies end before it is evicted
+            await entry.accepts_users.wait()
         if entry.is_closed:
             raise EngineClosed
         if entry.is_usable:
@@ -530,12 +535,12 @@ class ModelPool:
 
     async def _evict(self, entry: PooledModel) -> None:
         """Unloads a model once its replies have ended. Further replies wait until it is loaded again."""
-        entry.draining = True
+        entry.accepts_users.clear()
         try:
             await entry.idle.wait()
             engine, entry.engine = entry.engine, None
         finally:
-            entry.draining = False
+            entry.accepts_users.set()
         if engine is not None:
             _log.info("unloading %s", entry.name)
             await engine.close()
