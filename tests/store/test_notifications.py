@@ -7,6 +7,7 @@ import threading
 from contextlib import suppress
 
 import pytest
+from sqlalchemy import delete, update
 
 from palaver.store import ReplyEnding, ReplyStatus, Store, TokenFrame
 from palaver.store.notifications import (
@@ -20,6 +21,7 @@ from palaver.store.notifications import (
     tokens_stored,
 )
 from palaver.store.replies import TurnCommand
+from palaver.store.schema import reply_tokens, running
 from tests.store.conftest import StoreLocation, run_sql
 from tests.store.factories import SETTINGS, steps
 
@@ -76,6 +78,26 @@ def test_only_watched_replies_notify_and_only_new_tokens_are_read(place: StoreLo
             ended = reader.replies.read_new({followed: position})[followed]
             assert ended.status is ReplyStatus.DONE
             assert [step.token_id for step in ended.steps] == [1, 2, 3][position:]
+
+
+def test_tokens_that_a_database_lost_are_read_once_though_they_are_stored_again_in_one_row(
+    place: StoreLocation,
+) -> None:
+    """What a restart of PostgreSQL may do: commits that did not wait for the disk are gone."""
+    with place.open() as writer, place.open() as reader:
+        here = Receiver(writer)
+        reply = start_reply(writer, here)
+        for position in (0, 2):
+            writer.replies.append(here.lease, [TokenFrame(reply, position, steps(position, position + 1))])
+        with writer.database.write_transaction() as connection:
+            connection.execute(delete(reply_tokens).where(reply_tokens.c.start == 2))
+            connection.execute(update(running).values(tokens=2))
+        assert reader.replies.read_new({reply: 4})[reply].steps == ()
+        writer.replies.append(here.lease, [TokenFrame(reply, 2, steps(2, 3, 4, 5))])
+        writer.replies.append(here.lease, [TokenFrame(reply, 6, steps(6))])
+        for position in range(8):
+            new = reader.replies.read_new({reply: position})[reply]
+            assert [step.token_id for step in new.steps] == list(range(position, 7))
 
 
 def test_the_timings_of_a_watched_reply_are_those_of_its_earlier_run_until_its_next_token(place: StoreLocation) -> None:

@@ -100,18 +100,17 @@ _SELECT_NEW = """
     FROM {positions} AS position
     JOIN replies ON replies.message_id = position.key
     LEFT JOIN reply_tokens ON reply_tokens.message_id = position.key
-        AND reply_tokens.start >= CAST(position.value AS integer)
-    UNION ALL
-    SELECT replies.message_id, replies.status, replies.usage, replies.error, reply_tokens.start, reply_tokens.data
-    FROM {positions} AS position
-    JOIN replies ON replies.message_id = position.key
-    JOIN reply_tokens ON reply_tokens.message_id = position.key AND reply_tokens.start = 0
-    WHERE CAST(position.value AS integer) > 0 AND reply_tokens.count > CAST(position.value AS integer)
+        AND reply_tokens.start + reply_tokens.count > CAST(position.value AS integer)
+        AND reply_tokens.start >= (
+            SELECT coalesce(max(earlier.start), 0) FROM reply_tokens AS earlier
+            WHERE earlier.message_id = position.key AND earlier.start <= CAST(position.value AS integer)
+        )
     ORDER BY 1, 5
 """
 _SELECT_NEW_SQLITE = text(_SELECT_NEW.format(positions="json_each(:positions)"))
 _SELECT_NEW_POSTGRES = text(_SELECT_NEW.format(positions="json_each_text(CAST(:positions AS json))"))
-"""Tokens after a number, for many replies. The rows of a reply that ended are merged into one, which starts at 0."""
+"""Tokens after a number, for many replies. A row may begin before the number: those of a reply that ended are merged
+into one, and tokens that a database lost are stored again in one."""
 
 
 @dataclass(frozen=True, slots=True)
