@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 from sqlalchemy import Table, update
 
 from palaver.chat.continuation import replay
-from palaver.chat.interface import SentMessage
+from palaver.chat.interface import Chat, SentMessage
 from palaver.chat.turn_log import LogEntry
 from palaver.chat.turns import LEFT, SharedLock
 from palaver.errors import EngineError
@@ -482,6 +483,97 @@ async def test_a_reply_renders_its_prompt_once_and_not_in_the_event_loop(
         await stage.chat.continue_reply(again.id)
         await read_entries(stage.chat, again.id)
         assert threading.main_thread().name not in renders
+
+
+LIMIT = 8
+
+
+async def reach_limit(chat: Chat) -> StoredMessage:
+    conversation = await chat.create_conversation(parameters={"max_tokens": LIMIT})
+    sent = await chat.send_message(conversation.id, None, user("Wave!"), parameters={"seed": 1})
+    assert await read_length(chat, sent.reply.id) == (ReplyStatus.LENGTH, LIMIT)
+    return await chat.message(sent.reply.id)
+
+
+async def read_length(chat: Chat, reply_id: str) -> tuple[ReplyStatus, int]:
+    """The status of the reply and the number of its tokens, when it has ended."""
+    await read_entries(chat, reply_id)
+    ended = (await chat.message(reply_id)).reply
+    assert ended is not None
+    return ended.status, len(await chat.tokens(reply_id))
+
+
+def held_in_continuation() -> tuple[Script, asyncio.Event]:
+    """A reply that stops between the first and the second time that it reaches its limit, until the event is set."""
+    hold = asyncio.Event()
+    return [*WAVE[:15], HoldScript(hold), *WAVE[15:]], hold
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["same", "sibling"])
+async def test_a_continued_limit_outlives_a_stop(tmp_path: Path, beside: bool) -> None:
+    script, hold = held_in_continuation()
+    async with open_stage(tmp_path, [script, OTHER]) as stage:
+        chat, limited = stage.chat, await reach_limit(stage.chat)
+        if beside:
+            sent = await chat.send_message(limited.conversation_id, limited.id, user("And?"))
+            await read_entries(chat, sent.reply.id)
+        continued = await chat.continue_reply(limited.id)
+        assert (continued.id == limited.id) is not beside
+        await read_until(chat, continued.id, 7)
+        await chat.stop_reply(continued.id)
+        status, count = await read_length(chat, continued.id)
+        assert status is ReplyStatus.STOPPED
+        assert LIMIT < count < 2 * LIMIT
+        hold.set()
+        for limit in (2 * LIMIT, 3 * LIMIT):
+            await chat.continue_reply(continued.id)
+            assert await read_length(chat, continued.id) == (ReplyStatus.LENGTH, limit)
+
+
+@pytest.mark.parametrize("resume", [True, False], ids=["resumed", "interrupted"])
+async def test_a_continued_limit_outlives_a_crash(tmp_path: Path, resume: bool) -> None:
+    with open_store(tmp_path) as store:
+        async with run_service(store, [held_in_continuation()[0]]) as stage:
+            reply_id = (await reach_limit(stage.chat)).id
+            await stage.chat.continue_reply(reply_id)
+            await read_until(stage.chat, reply_id, 7)
+            await stage.service.turns.park(leave=True)
+        async with run_service(store, [WAVE], resume=resume) as stage:
+            await stage.service.recovered.wait()
+            if not resume:
+                assert (await read_length(stage.chat, reply_id))[0] is ReplyStatus.INTERRUPTED
+                await stage.chat.continue_reply(reply_id)
+            assert await read_length(stage.chat, reply_id) == (ReplyStatus.LENGTH, 2 * LIMIT)
+
+
+@pytest.mark.parametrize("instead", [None, WAVE[10]], ids=["sampled", "instead"])
+async def test_a_fork_has_the_limit_of_the_continued_reply(tmp_path: Path, instead: int | None) -> None:
+    async with open_stage(tmp_path, [WAVE]) as stage:
+        chat, limited = stage.chat, await reach_limit(stage.chat)
+        await chat.continue_reply(limited.id)
+        assert await read_length(chat, limited.id) == (ReplyStatus.LENGTH, 2 * LIMIT)
+        fork = await chat.fork_reply(limited.id, 10, instead)
+        assert await read_length(chat, fork.id) == (ReplyStatus.LENGTH, 2 * LIMIT)
+        await chat.continue_reply(fork.id)
+        assert await read_length(chat, fork.id) == (ReplyStatus.LENGTH, 3 * LIMIT)
+        assert limited.parent_id is not None
+        again = await chat.start_reply(limited.conversation_id, limited.parent_id)
+        assert await read_length(chat, again.id) == (ReplyStatus.LENGTH, LIMIT), "a retry begins anew"
+
+
+async def test_a_reply_that_reached_its_limit_is_continued_from_its_text_with_as_many_tokens(tmp_path: Path) -> None:
+    async with open_stage(tmp_path, [WAVE, OTHER]) as stage:
+        limited = await reach_limit(stage.chat)
+        with stage.service.store.database.write_transaction() as connection:
+            connection.execute(update(replies).values(tokenizer="another"))
+        continued = await stage.chat.continue_reply(limited.id)
+        assert continued.id != limited.id
+        stored = stage.service.store.replies.tokens(continued.id)
+        given = sum(math.isnan(step.logprob) for step in stored)
+        assert given > 0
+        assert await read_length(stage.chat, continued.id) == (ReplyStatus.LENGTH, given + LIMIT)
+        await stage.chat.continue_reply(continued.id)
+        assert await read_length(stage.chat, continued.id) == (ReplyStatus.LENGTH, given + 2 * LIMIT)
 
 
 async def test_a_reply_stopped_in_prefill_is_not_in_later_prompts(tmp_path: Path) -> None:

@@ -109,6 +109,18 @@ def test_a_stopped_reply_is_resumed_from_its_tokens(store: Store, lease: Lease) 
         store.replies.resume(lease, reply.id)
 
 
+def test_the_limit_of_a_reply_that_reached_it_counts_from_where_it_is_continued(store: Store, lease: Lease) -> None:
+    reply = store.replies.start(lease, new_conversation(store).id, None, SETTINGS)
+    for position, status, limit_from in ((0, "stopped", 0), (1, "length", 2), (2, "stopped", 2), (3, "length", 4)):
+        store.replies.append(lease, [TokenFrame(reply.id, position, steps(position))])
+        store.replies.end(lease, reply.id, ReplyEnding(ReplyStatus(status), (Text("a"),)))
+        resumed = store.replies.resume(lease, reply.id)
+        assert resumed == store.messages.get(reply.id)
+        assert resumed.reply is not None
+        assert resumed.reply.settings.limit_from == limit_from
+        assert resumed.reply.settings.sampling == SETTINGS.sampling
+
+
 def test_a_reply_with_children_is_continued_in_a_sibling(store: Store, lease: Lease) -> None:
     id = new_conversation(store).id
     reply = store.replies.start(lease, id, None, SETTINGS)

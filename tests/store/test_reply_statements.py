@@ -121,6 +121,10 @@ def run_life(store: Store, lease: Lease) -> Iterator[Mapping[str, Any]]:
     store.replies.resume(lease, id)
     store.replies.end(lease, id, ReplyEnding(ReplyStatus.INTERRUPTED, None))
     yield stored_rows(store, id)
+    store.replies.resume(lease, id)
+    store.replies.end(lease, id, ReplyEnding(ReplyStatus.LENGTH, (Text("word"),), tokens=4))
+    store.replies.resume(lease, id)
+    yield stored_rows(store, id)
 
 
 def test_a_statement_stores_what_the_transaction_stores(

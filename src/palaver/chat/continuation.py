@@ -44,14 +44,17 @@ class Continuation:
             if latest.reply is not None and latest.reply.status is ReplyStatus.RUNNING:
                 return latest  # another request has resumed it
         conversation = await self._conversation(reply)
-        return await self._start_sibling(model, conversation, reply, request, reply.reply.settings, steps, key)
+        settings = reply.reply.settings
+        if reply.reply.status is ReplyStatus.LENGTH:
+            settings = settings.extended_at(len(steps))
+        return await self._start_sibling(model, conversation, reply, request, settings, steps, key)
 
     def _load(self, model: Model, reply: StoredMessage, owner: str) -> tuple[tuple[Step, ...], NewStream]:
         """The tokens of a stored reply, and the stream that continues them."""
         request = self._requests.rebuild(model, reply, owner)
         steps = self._store.replies.tokens(reply.id)
         if reply.reply is not None and reply.reply.status is ReplyStatus.LENGTH:
-            request = replace(request, sampling=extend_limit(request.sampling, len(steps)))
+            request = replace(request, sampling=extend_limit(reply.reply.settings.sampling, len(steps)))
         return steps, self._turns.stream_reply(model, request, steps)
 
     async def _conversation(self, reply: StoredMessage) -> Conversation:
@@ -90,8 +93,9 @@ class Continuation:
         if instead is not None or tokens < request.healing_at:
             request, settings = replace(request, healing=b"", healing_at=0), without_healing(settings)
         if instead is None and "seed" not in conversation.parameters:
-            sampling = replace(request.sampling, seed=draw_seed())
-            request, settings = replace(request, sampling=sampling), replace(settings, sampling=sampling)
+            seed = draw_seed()
+            request = replace(request, sampling=replace(request.sampling, seed=seed))
+            settings = replace(settings, sampling=replace(settings.sampling, seed=seed))
         return await self._start_sibling(model, conversation, reply, request, settings, steps, key)
 
     async def _from_text(
@@ -103,7 +107,11 @@ class Continuation:
         partial_reply = await to_thread(self._store.messages.load, reply)
         prompt = await to_thread(model.prompt, prepared.request, (), partial_reply)
         steps = prefill_steps(prompt.reply_ids)
-        return await self._start_sibling(model, conversation, reply, prepared.request, prepared.settings, steps, key)
+        request, settings = prepared.request, prepared.settings
+        if reply.reply is not None and reply.reply.status is ReplyStatus.LENGTH:
+            request = replace(request, sampling=extend_limit(settings.sampling, len(steps)))
+            settings = settings.extended_at(len(steps))
+        return await self._start_sibling(model, conversation, reply, request, settings, steps, key)
 
     async def _start_sibling(
         self,

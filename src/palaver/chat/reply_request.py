@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
-from palaver.chat.model import Model, draw_seed, offset_limits, text_size
+from palaver.chat.model import Model, draw_seed, extend_limit, offset_limits, text_size
 from palaver.chat.parameters import (
     LOGPROBS,
     LOOP,
@@ -119,7 +119,7 @@ class RequestBuilder:
         messages = prompt_messages(settings.options.get("system", ""), self._store.messages.load_path(path))
         request = ReplyRequest(
             messages,
-            settings.sampling,
+            extend_limit(settings.sampling, settings.limit_from),
             settings.tools,
             options_from_json(settings.options),
             settings.choice,

@@ -62,6 +62,10 @@ def blob_digests(parts: Iterable[StoredPart]) -> set[str]:
     return {part.digest for part in parts if isinstance(part, Blob)}
 
 
+_LIMIT_FROM = "limit_from"
+"""The entry in the options of a stored reply that `ReplySettings.limit_from` is read from."""
+
+
 @dataclass(frozen=True, slots=True)
 class ReplySettings:
     model: str
@@ -78,6 +82,16 @@ class ReplySettings:
     before the first index is unknown, such as in replies stored before fingerprints were."""
     answer_at: int | None = None
     """The token count at which the client asked for the answer, so that an open thought was closed."""
+
+    @property
+    def limit_from(self) -> int:
+        """The token count from which `max_tokens` counts: where the reply was continued after it had reached it."""
+        tokens: int = self.options.get(_LIMIT_FROM, 0)
+        return tokens
+
+    def extended_at(self, tokens: int) -> ReplySettings:
+        """The settings of a reply that reached `max_tokens` and continues: it gets as many after these tokens."""
+        return replace(self, options={**self.options, _LIMIT_FROM: tokens})
 
     def continued_by(self, fingerprint: str, tokens: int) -> ReplySettings:
         """The settings of the reply when this engine computes it from token index `tokens` on."""

@@ -295,7 +295,7 @@ class Replies:
             reply = tree.get_message(connection, reply_id)
             _check_resumable(connection, reply)
             tokens = _count_tokens(connection, reply_id)
-            settings = _with_resume_key(reply, key).continued_by(fingerprint, tokens)
+            settings = _resumed_settings(reply, key, fingerprint, tokens)
             values = {"status": ReplyStatus.RUNNING.value, "ended_at": None, "error": None}
             connection.execute(_update_reply(reply_id).values(**values, settings=encode_settings(settings)))
             _insert_running(connection, reply_id, lease.id, tokens)
@@ -321,7 +321,7 @@ class Replies:
         """Resumes the reply if it is still as it was read. None if it is not: the transaction finds out why."""
         if reply.reply is None or reply.reply.status not in _RESUMABLE:
             return None
-        settings = _with_resume_key(reply, key).continued_by(fingerprint, tokens)
+        settings = _resumed_settings(reply, key, fingerprint, tokens)
         values = {
             "id": reply.id,
             "holder": lease.id,
@@ -591,6 +591,13 @@ def _insert_reply(
 def was_resumed_with(reply: StoredMessage, key: str) -> bool:
     """Whether a resume with this idempotency key was done before."""
     return reply.reply is not None and key in reply.reply.settings.options.get("resumed", ())
+
+
+def _resumed_settings(reply: StoredMessage, key: str | None, fingerprint: str, tokens: int) -> ReplySettings:
+    """The reply's settings when it continues after so many tokens."""
+    assert reply.reply is not None
+    settings = _with_resume_key(reply, key).continued_by(fingerprint, tokens)
+    return settings.extended_at(tokens) if reply.reply.status is ReplyStatus.LENGTH else settings
 
 
 def _with_resume_key(reply: StoredMessage, key: str | None) -> ReplySettings:
