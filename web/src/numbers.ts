@@ -1,4 +1,4 @@
-// Numbers as people read them, written the same way everywhere on the page.
+// Formatting of numbers.
 
 const COUNT = new Intl.NumberFormat('en')
 const RATE = new Intl.NumberFormat('en', { minimumFractionDigits: 1, maximumFractionDigits: 1 })

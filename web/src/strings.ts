@@ -1,4 +1,4 @@
-// Every text that a reader of the page sees or hears, in one table. Texts with something to fill in are functions.
+// All texts of the page, also those for screen readers. Texts with placeholders are functions.
 import { count, plural, seconds } from './numbers'
 
 export type StarterName = 'sum' | 'table' | 'tool' | 'stop'
@@ -41,7 +41,7 @@ export const strings = {
     examples: 'Examples',
   },
 
-  /** What each example is called, what it shows, and what it asks. */
+  /** The title, the hint and the prompt of each example. */
   starters: {
     sum: ['Do a sum', 'Watch the model think, digit by digit.', 'What is 4857 + 2968?'],
     table: ['Make a table', 'Replies are formatted as they arrive.', 'Make a table of the squares from 1 to 6.'],
@@ -656,7 +656,7 @@ export const strings = {
     unreachable: 'Can’t reach the server.',
     part: 'This part of the page couldn’t be loaded. Reload the page.',
     status: (status: number) => `The server answered with error ${status}.`,
-    /** By the error's name; the server's own words are shown for all others. */
+    /** Messages by error name. Other errors show the message of the server. */
     named: {
       context_overflow: ({ tokens, limit }) =>
         typeof tokens === 'number' && typeof limit === 'number'
