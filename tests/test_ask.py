@@ -85,6 +85,34 @@ def test_an_answer_follows_a_schema_and_files_are_read(where: str, served: tuple
     assert "does not accept pictures" in refused.stderr
 
 
+@pytest.mark.parametrize("where", ["here", "server"])
+@pytest.mark.parametrize("locale", ["C", "C.UTF-8"])
+def test_text_that_is_not_utf8_is_named(where: str, locale: str, served: tuple[Path, str], tmp_path: Path) -> None:
+    """In the C locale Python reads such bytes as surrogates."""
+    folder = served[0] if where == "server" else tmp_path
+    latin = b"caf\xe9"
+    for arguments, input, sentence in (
+        (["ask"], latin + b"\n", "The standard input is not UTF-8 (byte 3)."),
+        (["ask", latin], b"", "The text of QUESTION is not UTF-8."),
+        (["ask", "hi", "-s", latin], b"", "The text of --system is not UTF-8."),
+        (["conversations", "--search", latin], b"", "The text of --search is not UTF-8."),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-m", "palaver", *arguments, "--data", str(folder)],
+            input=input,
+            capture_output=True,
+            env={**os.environ, "LC_ALL": locale},
+            check=False,
+        )
+        assert (done.returncode, done.stderr.decode()) == (2, f"palaver: {sentence}\n")
+
+
+def test_a_half_character_in_a_schema_is_refused_by_the_client(served: tuple[Path, str]) -> None:
+    refused = ask("Hi", "--schema", r'{"title": "\ud800"}', data=served[0])
+    assert refused.exit_code == 2, refused.output
+    assert "lone surrogate" in refused.stderr
+
+
 def picture(folder: Path) -> Path:
     file = folder / "red.png"
     file.write_bytes(media_files.picture("PNG", (64, 64)))

@@ -112,6 +112,7 @@ def test_conversations_are_found_by_title_and_by_what_was_said(run: Run, rivers:
     assert ok(nothing) == ""
     assert 'No conversation matches "nothing like it".' in nothing.stderr
     refused(run("conversations", "-s", "x", "--deleted"), "--deleted")
+    refused(run("conversations", "-s", "caf\udce9"), "The text of --search is not UTF-8.")
 
 
 def test_what_was_deleted_comes_back(run: Run, rivers: str, mountains: str) -> None:

@@ -15,6 +15,7 @@ import httpx
 from palaver.client.discovery import is_loopback
 from palaver.client.errors import NoServer, ServerFailed, ServerRefused
 from palaver.client.sse import SseDecoder
+from palaver.errors import RequestError
 
 _CONNECT_S = 10.0
 _SILENCE_S = 600.0
@@ -61,6 +62,8 @@ class CompletionClient:
                 async with aclosing(_chunks(answer)) as chunks:
                     async for chunk in chunks:
                         yield chunk
+        except UnicodeEncodeError:
+            raise RequestError("A text of the request holds half of a character (a lone surrogate).") from None
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise NoServer(self.url, error or type(error).__name__) from None
 

@@ -26,10 +26,12 @@ from palaver.commands.options import (
     SystemOption,
     ThinkingOption,
     ThinkOption,
+    check_utf8,
     data_path,
     exclusive,
     has_announcement,
     parse_settings,
+    read_stdin,
     report_errors,
     with_engine_flags,
 )
@@ -115,6 +117,7 @@ def ask(
     with report_errors():
         _check_flags(server, no_server, raw, store or continue_, flags)
         exclusive(json=as_json, extract=extract, extract_last=extract_last)
+        check_utf8({"QUESTION": question, "--system": system, "--var": var, "--set": set_})
         folder = data_path(data)
         text = _read_text(question, folder, prompt, parse_variables(var))
         files = tuple(map(_read_attachment, attach or ()))
@@ -546,7 +549,7 @@ def _request(model: Model, question: Question, parts: list[Part]) -> ReplyReques
 def _read_attachment(path: Path) -> tuple[str, bytes]:
     if path.stat().st_size > _MAX_ATTACHMENT_BYTES:
         raise BadParameter("--attach", str(path), strings.ATTACHMENT_TOO_LARGE)
-    return path.name, path.read_bytes()
+    return path.name.encode(errors="replace").decode(), path.read_bytes()  # a name may be in any encoding
 
 
 def _read_schema(text: str | None) -> str | None:
@@ -555,9 +558,11 @@ def _read_schema(text: str | None) -> str | None:
         return None
     import json
 
-    written = text if text.lstrip().startswith("{") else Path(text).read_text(encoding="utf-8")
+    is_inline = text.lstrip().startswith("{")
+    if is_inline:
+        check_utf8({"--schema": text})
     try:
-        value = json.loads(written)
+        value = json.loads(text if is_inline else Path(text).read_text(encoding="utf-8"))
     except ValueError:
         value = None
     if not isinstance(value, dict):
@@ -608,10 +613,7 @@ def _read_pipe(wait: bool) -> str:
     if not wait and not _has_input():
         print(f"palaver: {strings.NOTHING_PIPED}", file=sys.stderr)
         return ""
-    try:
-        return sys.stdin.read()
-    except UnicodeDecodeError:
-        raise RequestError(strings.PIPE_NOT_UTF8) from None
+    return read_stdin()
 
 
 def _has_input() -> bool:

@@ -367,6 +367,24 @@ def make_pool(
     return ModelPool(loader.load, catalog, loader.measure, options.states, limits, loader.describe)
 
 
+def read_stdin() -> str:
+    """All of the standard input. In the C locale Python would let bytes that are not UTF-8 pass as surrogates."""
+    try:
+        text = sys.stdin.buffer.read().decode(sys.stdin.encoding)
+    except UnicodeDecodeError as error:
+        raise RequestError(strings.STDIN_NOT_UTF8.format(position=error.start)) from None
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def check_utf8(texts: Mapping[str, str | Sequence[str] | None]) -> None:
+    """Raises for a text of the command line, by its parameter, that is not UTF-8: Python has surrogates in it."""
+    for name, given in texts.items():
+        try:
+            (given if isinstance(given, str) else "".join(given or ())).encode()
+        except UnicodeEncodeError:
+            raise RequestError(strings.ARGUMENT_NOT_UTF8.format(name=name)) from None
+
+
 def single_model(argument: str | None, option: str | None) -> str | None:
     if argument and option and argument != option:
         raise BadParameter("--model", option, strings.MODEL_TWICE.format(model=argument))

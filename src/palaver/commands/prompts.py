@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from palaver.commands import strings
-from palaver.commands.options import DataOption, data_path, report_errors
+from palaver.commands.options import DataOption, check_utf8, data_path, read_stdin, report_errors
 from palaver.errors import BadParameter, EmptyMessage, RequestError
 
 FOLDER = "prompts"
@@ -52,7 +52,8 @@ def save(
     """Replaces a prompt of that name."""
     with report_errors():
         file = _file(data_path(data), name)
-        text = sys.stdin.read() if text is None else text
+        check_utf8({"TEXT": text})
+        text = read_stdin() if text is None else text
         if not text.strip():
             raise EmptyMessage
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

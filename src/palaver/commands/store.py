@@ -18,6 +18,7 @@ from palaver.commands.options import (
     DatabaseOption,
     DataOption,
     UserOption,
+    check_utf8,
     find_owner,
     media_place,
     report_errors,
@@ -46,6 +47,7 @@ def conversations(
     from palaver.store.store import has_store
 
     with report_errors():
+        check_utf8({"--search": search, "--user": user})
         if search is not None and deleted:
             raise BadParameter("--search", search, strings.NOT_SEARCHED)
     found: tuple[Conversation, ...] = ()
