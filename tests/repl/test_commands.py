@@ -9,9 +9,11 @@ import pytest
 
 from palaver.chat.interface import ModelState
 from palaver.chat.model_pool import PooledEngine
+from palaver.messages import Role
 from palaver.repl import strings
 from palaver.repl.commands import table
-from tests.chat.scripted_service import WAVE
+from palaver.repl.input import TypedLine
+from tests.chat.scripted_service import OTHER, WAVE
 from tests.repl.scripted_session import PLAIN, open_session
 from tests.store.exports import CLAUDE, archive
 
@@ -98,6 +100,52 @@ async def test_a_message_that_was_refused_leaves_no_conversation(tmp_path: Path)
         await session.do("Hello")
         (one,) = await session.stage.chat.conversations()
         assert (one.title, one.system) == ("Hello", "Be brief.")
+
+
+DELETED = "This conversation was deleted elsewhere: /new starts another one, `palaver undelete {id}` brings it back."
+
+
+async def test_a_conversation_that_is_deleted_elsewhere_keeps_the_typed_message(tmp_path: Path) -> None:
+    async with open_session(tmp_path) as session:
+        await session.do("/system Be brief.")
+        await session.do("Hello")
+        asked = await session.session.cursor.last_message(Role.USER)
+        id = session.session.cursor.conversation_id
+        assert asked is not None
+        assert id is not None
+        await session.stage.chat.delete_conversation(id)
+        expected = DELETED.format(id=id)
+
+        for line in ("And now?", "//help"):
+            assert await session.do(line) == expected
+            assert session.session.initial_line == TypedLine(line)
+        edited = TypedLine("Hello again", asked.id)
+        await session.session.handle_line(edited)
+        assert session.session.initial_line == edited
+        session.session.initial_line = None
+        for command in ("/history", "/retry", "/continue", "/undo", "/title", "/delete", "/status", "/set top_k 5"):
+            assert await session.do(command) == expected
+        assert session.session.initial_line is None
+        assert await session.do("/open kiwi") == 'No conversation matches "kiwi". /list shows the newest ones.'
+
+        await session.stage.chat.restore_conversation(id)
+        assert "1 You\nHello" in await session.do("/history")
+        await session.stage.chat.delete_conversation(id)
+        assert await session.do("/new") == "New conversation."
+        assert (await session.session.cursor.settings()).system == "Be brief."
+        await session.do("And now?")
+        assert "1 You\nAnd now?" in await session.do("/history")
+
+
+async def test_another_conversation_can_be_opened_after_one_was_deleted_elsewhere(tmp_path: Path) -> None:
+    async with open_session(tmp_path, WAVE, OTHER) as session:
+        await session.do("First")
+        await session.do("/new")
+        await session.do("Second")
+        assert session.session.cursor.conversation_id is not None
+        await session.stage.chat.delete_conversation(session.session.cursor.conversation_id)
+        assert "First" in await session.do("/list")
+        assert "1 You\nFirst" in await session.do("/open First")
 
 
 async def test_expand_shows_the_last_reply_or_says_that_it_has_no_thoughts(tmp_path: Path) -> None:

@@ -135,6 +135,11 @@ def parse_line(line: str, table: CommandTable) -> MessageLine | CommandLine:
     raise UnknownCommand(name, suggestions)
 
 
+def escape_message(text: str) -> str:
+    """The line that sends the text as a message."""
+    return f"/{text}" if text.startswith("/") else text
+
+
 def _split_command(text: str) -> tuple[str, str]:
     """The first word, and the text after the one whitespace character that follows it."""
     for place, character in enumerate(text):

@@ -56,9 +56,23 @@ class ConversationCursor:
         self.conversation_id = id
 
     async def start_new(self) -> None:
-        """Starts a new conversation with the system prompt and the parameters of this one."""
-        self._new_settings = await self.settings()
+        """Starts a new conversation with the system prompt and the parameters of this one, even if it was deleted."""
+        try:
+            self._new_settings = await self.settings()
+        except NotFound:
+            deleted = await self._chat.conversations(limit=200, deleted=True)
+            found = next((one for one in deleted if one.id == self.conversation_id), None)
+            if found is not None:
+                self._new_settings = ConversationSettings(found.system, found.parameters)
         self.conversation_id = None
+
+    async def is_deleted(self) -> bool:
+        """Whether another client deleted the current conversation."""
+        try:
+            await self.conversation()
+        except NotFound:
+            return True
+        return False
 
     async def discard_empty(self) -> None:
         """Deletes the current conversation if it has no messages. Its settings stay for the next message."""

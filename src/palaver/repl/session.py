@@ -20,7 +20,7 @@ from palaver.events import Failed
 from palaver.messages import Message, Part, Role
 from palaver.messages import Text as TextPart
 from palaver.repl import strings
-from palaver.repl.command_table import CommandLine, CommandTable, MessageLine, parse_line
+from palaver.repl.command_table import CommandLine, CommandTable, MessageLine, escape_message, parse_line
 from palaver.repl.cursor import ConversationCursor, ConversationSettings, find_conversation
 from palaver.repl.input import KeyActions, LastMessage, LineSource, ReplyDropped, StreamLineSource, TypedLine
 from palaver.repl.plain import PlainPrinter, PlainView
@@ -39,7 +39,7 @@ from palaver.repl.status import (
 )
 from palaver.repl.terminal_variable import add_terminal_variable
 from palaver.repl.turn_follower import TurnFollower
-from palaver.store import Blob, Conversation, StoredMessage
+from palaver.store import Blob, Conversation, NotFound, StoredMessage
 
 if TYPE_CHECKING:
     from palaver.media import MediaDecoder
@@ -48,6 +48,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _SHORTEN = {"overflow": "shorten"}
+_CONVERSATION_KINDS = ("conversation", "message", "reply", "turn")
+"""What is not found once its conversation is deleted."""
 
 
 class Interrupted(Exception):
@@ -151,7 +153,7 @@ class Session:
             await action()
         except PalaverError as error:
             self.succeeded = False
-            self.screen.error(error)
+            self.screen.error(await self._explain(error))
         except OSError as error:
             self.succeeded = False
             self.screen.error(f"{error.filename}: {error.strerror}" if error.filename else error)
@@ -160,6 +162,17 @@ class Session:
         except Exception as error:  # a bug must not end the conversation
             self.succeeded = False
             self.screen.error(strings.INTERNAL_ERROR.format(error=f"{type(error).__name__}: {error}"))
+
+    async def _explain(self, error: PalaverError) -> PalaverError | str:
+        """The error, or what to do if its cause is that the current conversation was deleted elsewhere."""
+        id = self.cursor.conversation_id
+        if not isinstance(error, NotFound) or error.kind not in _CONVERSATION_KINDS:
+            return error
+        if error.kind == "conversation" and error.id != id:
+            return error
+        with suppress(PalaverError):
+            return strings.DELETED_ELSEWHERE.format(id=id) if await self.cursor.is_deleted() else error
+        return error
 
     async def _last_user_message(self) -> LastMessage | None:
         """The message that the Up key edits."""
@@ -178,8 +191,8 @@ class Session:
             await self.send_message(message, shorten)
         except ContextOverflow as error:
             await offer_context_choices(self, text, error)
-        except Interrupted:
-            self.initial_line = TypedLine(text)  # nothing was sent: the text goes back to the prompt
+        except (Interrupted, NotFound):  # nothing was sent: the text goes back to the prompt
+            self.initial_line = TypedLine(escape_message(text))
             raise
 
     async def send_message(self, message: Message, shorten: bool = False) -> None:
@@ -225,8 +238,12 @@ class Session:
 
     async def edit_message(self, message_id: str, text: str) -> None:
         """Stores an edited message as a new branch, and replies to it if it is a user message."""
-        media = [part for part in (await self.chat.message(message_id)).parts if isinstance(part, Blob)]
-        edited = await self.chat.edit_message(message_id, (*media, TextPart(text)))
+        try:
+            media = [part for part in (await self.chat.message(message_id)).parts if isinstance(part, Blob)]
+            edited = await self.chat.edit_message(message_id, (*media, TextPart(text)))
+        except NotFound:
+            self.initial_line = TypedLine(escape_message(text), message_id)
+            raise
         await self.cursor.move(edited.id)
         if edited.role is Role.USER:
             await self.generate_reply(edited.id)
@@ -376,7 +393,11 @@ class Session:
     async def _loading_status(self) -> str:
         """The first model of those that the next turn uses which is being loaded."""
         columns = () if self.compare_mode is None else self.compare_mode.columns
-        named = [(await self.cursor.settings()).parameters, *(column.parameters for column in columns)]
+        try:
+            own = (await self.cursor.settings()).parameters
+        except PalaverError:  # the awaited operation reports it
+            return ""
+        named = [own, *(column.parameters for column in columns)]
         for name in dict.fromkeys(("", *(parameters.get("model") or "" for parameters in named))):
             with suppress(PalaverError):  # the turn reports it
                 card = await self.chat.model(name)

@@ -17,6 +17,7 @@ from palaver.formats.facts import Switch, SwitchKind, list_values, switch_of_kin
 from palaver.generation import Finish
 from palaver.models.resolver import DEFAULT_MODEL
 from palaver.repl import strings
+from palaver.repl.command_table import escape_message
 from palaver.repl.input import TypedLine
 from palaver.repl.text import format_seconds, format_share, format_speed, format_tokens, one_line
 from palaver.store import ReplyStatus, StoredReply
@@ -118,7 +119,7 @@ async def offer_context_choices(session: Session, text: str, error: ContextOverf
     session.succeeded = False
     if not session.lines.is_interactive:
         return
-    session.initial_line = TypedLine(text)
+    session.initial_line = TypedLine(escape_message(text))
     session.screen.show(Text(strings.CONTEXT_CHOICES))
     try:
         choice = await session.lines.ask(strings.CONTEXT_QUESTION)
@@ -142,7 +143,7 @@ async def _resend(session: Session, text: str) -> None:
     try:
         await session.send_text(text, shorten=True)
     except ContextOverflow as error:  # it does not fit even without earlier turns
-        session.initial_line = TypedLine(text)
+        session.initial_line = TypedLine(escape_message(text))
         session.screen.error(error)
 
 

@@ -139,6 +139,7 @@ SEE_HELP = "/help all lists every command."
 # --- conversations ---
 
 NEW_CONVERSATION = "New conversation. The previous one is saved: /open brings it back."
+NEW_AFTER_DELETED = "New conversation."
 NEW_EMPTY_CONVERSATION = "This is a new conversation already."
 NO_TITLE = "(untitled)"
 TITLE = 'Title: "{title}"'
@@ -154,6 +155,9 @@ SEARCH_THOUGHT = "{role}, thinking: {snippet}"
 OPEN_NOTHING = 'No conversation matches "{words}". /list shows the newest ones.'
 OPEN_QUESTION = "Open which number? (Enter: none)"
 CONVERSATION_HEAD = " · {messages}"
+DELETED_ELSEWHERE = (
+    "This conversation was deleted elsewhere: /new starts another one, `palaver undelete {id}` brings it back."
+)
 NOTHING_TO_DELETE = "There is no conversation to delete."
 DELETED = "Deleted. To bring it back, run:  palaver undelete {id}"
 

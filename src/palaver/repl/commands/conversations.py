@@ -32,10 +32,15 @@ async def _titles(session: Session, arguments: str) -> Iterable[ArgumentChoice]:
 @commands.command("new", ("clear", "reset"))
 async def new(session: Session, arguments: str) -> None:
     previous_id = session.cursor.conversation_id
+    was_deleted = await session.cursor.is_deleted()
     await session.cursor.start_new()
     session.attachments.clear()
-    session.screen.note(strings.NEW_CONVERSATION if previous_id is not None else strings.NEW_EMPTY_CONVERSATION)
-    if previous_id is not None:
+    if previous_id is None:
+        session.screen.note(strings.NEW_EMPTY_CONVERSATION)
+    elif was_deleted:
+        session.screen.note(strings.NEW_AFTER_DELETED)
+    else:
+        session.screen.note(strings.NEW_CONVERSATION)
         await session.chat.clear_cache(previous_id)  # its KV cache can be freed
 
 
