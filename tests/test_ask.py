@@ -113,6 +113,17 @@ def test_a_half_character_in_a_schema_is_refused_by_the_client(served: tuple[Pat
     assert "lone surrogate" in refused.stderr
 
 
+@pytest.mark.parametrize("flags", [("--no-server",), (), ("--store",)])
+def test_a_text_in_another_encoding_is_refused_as_a_document(
+    flags: tuple[str, ...], served: tuple[Path, str], tmp_path: Path
+) -> None:
+    file = tmp_path / "latin.txt"
+    file.write_bytes(b"caf\xe9 on 3 May\n")
+    refused = ask("Which dates?", *flags, "-a", file, data=served[0])
+    assert refused.exit_code == 2, refused.output
+    assert refused.stderr == "palaver: latin.txt is neither text in UTF-8 nor a PDF, DOCX or HTML file.\n"
+
+
 def picture(folder: Path) -> Path:
     file = folder / "red.png"
     file.write_bytes(media_files.picture("PNG", (64, 64)))

@@ -549,7 +549,20 @@ def _request(model: Model, question: Question, parts: list[Part]) -> ReplyReques
 def _read_attachment(path: Path) -> tuple[str, bytes]:
     if path.stat().st_size > _MAX_ATTACHMENT_BYTES:
         raise BadParameter("--attach", str(path), strings.ATTACHMENT_TOO_LARGE)
-    return path.name.encode(errors="replace").decode(), path.read_bytes()  # a name may be in any encoding
+    name = path.name.encode(errors="replace").decode()  # it may be in any encoding
+    data = path.read_bytes()
+    _check_document(data, name)
+    return name, data
+
+
+def _check_document(data: bytes, name: str) -> None:
+    """Raises BadMedia for a file that is neither media nor a document, as /attach does."""
+    from palaver.chat.attachments import AttachmentReader
+    from palaver.media import MediaDecoder
+    from palaver.media.headers import sniff
+
+    if data and sniff(data) is None:
+        AttachmentReader(MediaDecoder()).read_document(data, name)
 
 
 def _read_schema(text: str | None) -> str | None:
