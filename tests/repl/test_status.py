@@ -11,6 +11,8 @@ import pytest
 from palaver.chat.service import Service
 from palaver.events import Failed, Finished, Usage
 from palaver.generation import Finish
+from palaver.messages import Role
+from palaver.repl import strings
 from palaver.repl.commands import table
 from palaver.repl.input import TypedLine
 from palaver.repl.screen import Screen, console
@@ -19,8 +21,9 @@ from palaver.repl.settings import SessionSettings
 from palaver.repl.status import statistics_line
 from palaver.sampling import Sampling
 from palaver.store import ReplySettings, ReplyStatus, StoredReply, open_store
+from tests.chat.scripted_service import TOKENIZER
 from tests.chat.test_model_pool import Shelf
-from tests.repl.scripted_session import TypedLines
+from tests.repl.scripted_session import TypedLines, open_session
 
 USAGE = Usage(20, 15, 31, 10)
 
@@ -64,6 +67,54 @@ def test_of_a_reply_that_went_on_the_new_part_is_measured() -> None:
 )
 def test_endings_that_are_worth_telling(ending: Finished | Failed, expected: str) -> None:
     assert statistics_line(ending).endswith(expected)
+
+
+FULL = (
+    "The context is full, so the reply can't go on. /new starts over; "
+    "/set overflow shorten drops the oldest messages from now on."
+)
+LONG = TOKENIZER.encode(["word " * 300])
+
+
+@pytest.mark.parametrize("is_live", [False, True])
+async def test_a_reply_that_fills_the_context_offers_what_helps(tmp_path: Path, is_live: bool) -> None:
+    async with open_session(tmp_path, LONG, context=128) as session:
+        session.session.screen.is_live = is_live
+        shown = await session.do("Count!")
+        assert shown.count(FULL) == 1
+        assert "/continue" not in shown
+        assert FULL in await session.do("/continue")
+        history = await session.do("/history")
+        assert FULL in history
+        assert "/continue" not in history
+
+
+async def test_a_reply_that_ends_at_max_tokens_can_be_continued(tmp_path: Path) -> None:
+    async with open_session(tmp_path, LONG, context=256) as session:
+        await session.do("/max_tokens 8")
+        await session.do("Count!")
+        assert strings.CUT in await session.do("/history")
+        await session.do("/continue")
+        reply = await session.session.cursor.last_message(Role.ASSISTANT)
+        assert reply is not None
+        assert reply.reply is not None
+        assert reply.reply.usage is not None
+        assert reply.reply.usage.reply_tokens == 16
+
+
+async def test_compared_replies_that_fill_the_context_are_not_continued(tmp_path: Path) -> None:
+    questions: list[str] = []
+
+    class Asked(TypedLines):
+        async def ask(self, question: str) -> str:
+            questions.append(question)
+            return ""
+
+    async with open_session(tmp_path, LONG, LONG, context=128) as session:
+        session.session.lines = Asked()
+        await session.do("/compare default seed=1")
+        await session.do("Count!")
+    assert questions == ["Which is better? 1 to 2, n none, t tokens (Enter: later):"]
 
 
 @pytest.mark.parametrize("line", ["Hello!", "/compare model=b default"])

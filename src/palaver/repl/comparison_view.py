@@ -24,7 +24,7 @@ from palaver.repl.input import KeyActions, LineSource
 from palaver.repl.reply_view import PAINTS_PER_SECOND, ReplyView
 from palaver.repl.screen import Colours, Screen, console
 from palaver.repl.settings import ThinkingDisplay
-from palaver.repl.status import statistics_line
+from palaver.repl.status import fills_context, statistics_line
 from palaver.repl.text import one_line
 from palaver.store import StoredMessage
 
@@ -127,7 +127,7 @@ class ComparisonFollower:
                 painter.cancel()
                 replies = [await self._message(id) for id in reply_ids]
                 pairs = zip(self._view.views, replies, strict=True)
-                self._view.close([self._statistics(view, reply, width) for view, reply in pairs])
+                self._view.close([await self._statistics(view, reply, width) for view, reply in pairs])
             for stopping in self._stopping:
                 with suppress(PalaverError):
                     await stopping
@@ -157,11 +157,14 @@ class ComparisonFollower:
             return await self._chat.message(id)
         return None
 
-    def _statistics(self, view: ReplyView, reply: StoredMessage | None, width: int) -> str:
+    async def _statistics(self, view: ReplyView, reply: StoredMessage | None, width: int) -> str:
         if view.ending is None:
             return ""
         after = reply.reply if reply is not None else None
-        return statistics_line(view.ending, view.time_to_first_token, None, after, width)
+        is_full = False
+        with suppress(PalaverError):
+            is_full = await fills_context(self._chat, after)
+        return statistics_line(view.ending, view.time_to_first_token, None, after, width, is_full)
 
     def _on_interrupt(self) -> None:
         if not self._stopping:

@@ -29,6 +29,7 @@ from palaver.repl.screen import Screen, console, has_cursor
 from palaver.repl.settings import SessionSettings, ThinkingDisplay
 from palaver.repl.signals import handle_interrupt
 from palaver.repl.status import (
+    fills_context,
     first_screen,
     loading_line,
     offer_context_choices,
@@ -304,13 +305,17 @@ class Session:
             follower.view.thinking_display if isinstance(follower.view, ReplyView) else self.thinking_display
         )
         self.succeeded = self.succeeded and not isinstance(ending, Failed)
+        after = None if ending is None else (await self.chat.message(reply.id)).reply
+        is_full = await fills_context(self.chat, after)
         if ending is not None and self.screen.is_live:
-            after = (await self.chat.message(reply.id)).reply
-            before = reply.reply if last_event else None
-            line = statistics_line(ending, follower.view.time_to_first_token, before, after, self.screen.width)
+            before, first = reply.reply if last_event else None, follower.view.time_to_first_token
+            line = statistics_line(ending, first, before, after, self.screen.width, is_full)
             self.screen.show(Text(line, style="error" if isinstance(ending, Failed) else "note"), Text())
         if follower.dropped:
             await self.drop_reply()
+        elif is_full:
+            if not self.screen.is_live:
+                self.screen.note(strings.CONTEXT_FULL)
         elif ending is not None:
             await warn_context(self, ending)
 

@@ -10,8 +10,8 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from palaver import __version__
-from palaver.chat.interface import ContextUsage, ModelCard, ModelState
-from palaver.errors import ContextOverflow
+from palaver.chat.interface import Chat, ContextUsage, ModelCard, ModelState
+from palaver.errors import ContextOverflow, PalaverError
 from palaver.events import Failed, Finished, Usage
 from palaver.formats.facts import Switch, SwitchKind, list_values, switch_of_kind, thinking_switch
 from palaver.generation import Finish
@@ -37,11 +37,12 @@ def statistics_line(
     before: StoredReply | None = None,
     after: StoredReply | None = None,
     width: int = 80,
+    is_full: bool = False,
 ) -> str:
     """Token counts and speed on one line; a second line names an ending other than the model's own.
 
-    `before` and `after` are the stored reply before and after this run. What doesn't fit into the width is left out,
-    from the end.
+    `before` and `after` are the stored reply before and after this run, `is_full` whether it fills the context. What
+    doesn't fit into the width is left out, from the end.
     """
     if isinstance(ending, Failed):
         interrupted = after is not None and after.status is ReplyStatus.INTERRUPTED
@@ -61,6 +62,8 @@ def statistics_line(
     line = " · ".join(parts)
     if ending.finish not in FINISH_NOTES:
         return line
+    if is_full:
+        return f"{line}\n{strings.CONTEXT_FULL}"
     stop = json.dumps(ending.stop or "", ensure_ascii=False)
     return f"{line}\n{FINISH_NOTES[ending.finish].format(text=stop)}"
 
@@ -99,6 +102,18 @@ def context_line(usage: ContextUsage) -> Text:
     if usage.cached:
         line = strings.CONTEXT_CACHED.format(line=line, cached=f"{usage.cached:,}")
     return Text.assemble(*bar, f" {line}")
+
+
+async def fills_context(chat: Chat, reply: StoredReply | None) -> bool:
+    """Whether the reply ended because the context of its model is full, not at `max_tokens`."""
+    if reply is None or reply.status is not ReplyStatus.LENGTH or reply.usage is None:
+        return False
+    try:
+        card = await chat.model(reply.settings.model)
+    except PalaverError:  # it is not offered any more: the model in use would continue the reply
+        card = await chat.model()
+    used = reply.usage.prompt_tokens + reply.usage.reply_tokens
+    return 0 < card.context_length <= used
 
 
 async def warn_context(session: Session, ending: Finished | Failed) -> None:

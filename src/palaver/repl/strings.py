@@ -110,6 +110,10 @@ CONTEXT_NEARLY_FULL = (
     "The context is {share} full: {left} tokens left. /new starts over; "
     "/set overflow shorten drops the oldest messages when it is full."
 )
+CONTEXT_FULL = (
+    "The context is full, so the reply can't go on. /new starts over; "
+    "/set overflow shorten drops the oldest messages from now on."
+)
 CONTEXT_CHOICES = """\
 s  Send it without the oldest messages (they stay saved)
 a  Always do that (/set overflow shorten)

@@ -24,6 +24,7 @@ from palaver.repl.input import TypedLine
 from palaver.repl.markdown import render_markdown
 from palaver.repl.reply_view import format_call, render_thinking
 from palaver.repl.settings import ThinkingDisplay
+from palaver.repl.status import fills_context
 from palaver.repl.text import format_blob, format_messages, format_seconds, format_tokens, one_line, sanitize
 from palaver.store import Blob, ReplyStatus, StoredMessage, TreeNode
 
@@ -58,6 +59,8 @@ async def continue_(session: Session, arguments: str) -> None:
     if not path or path[-1].role is not Role.ASSISTANT:
         raise NothingToContinue(strings.NOTHING_TO_CONTINUE)
     reply = path[-1]
+    if await fills_context(session.chat, reply.reply):
+        raise NothingToContinue(strings.CONTEXT_FULL)
     last_event = await _last_event(session, reply)
     is_shown = session.screen.is_live or await session.chat.tool_round(reply.id) is None
     with session.deferred_interrupts():
@@ -243,13 +246,14 @@ async def _show_messages(
     sibling_counts = _sibling_counts(await session.chat.nodes(path[0].conversation_id))
     for number, one in list(enumerate(path, 1))[-count:] if count else ():
         siblings = sibling_counts[one.parent_id]
-        session.screen.show(*render_message(one, number, siblings, with_thoughts), Text())
+        is_full = await fills_context(session.chat, one.reply)
+        session.screen.show(*render_message(one, number, siblings, with_thoughts, is_full), Text())
 
 
 def render_message(
-    stored: StoredMessage, number: int, siblings: int = 1, with_thoughts: bool = False
+    stored: StoredMessage, number: int, siblings: int = 1, with_thoughts: bool = False, is_full: bool = False
 ) -> list[RenderableType]:
-    """A stored message. Its thinking is one line, or that line and the text."""
+    """A stored message. Its thinking is one line, or that line and the text. `is_full`: it fills the context."""
     versions = strings.VERSIONS.format(count=siblings) if siblings > 1 else ""
     head = strings.MESSAGE_HEAD.format(number=number, role=strings.ROLES[stored.role])
     shown: list[RenderableType] = [Text.assemble((head, "name"), (versions, "note"))]
@@ -270,7 +274,8 @@ def render_message(
             case Thinking():
                 pass
     if stored.reply is not None and stored.reply.status in _STATUS_NOTES:
-        shown.append(Text(_STATUS_NOTES[stored.reply.status], style="note"))
+        note = strings.CONTEXT_FULL if is_full else _STATUS_NOTES[stored.reply.status]
+        shown.append(Text(note, style="note"))
     return shown
 
 

@@ -23,6 +23,7 @@ from palaver.repl.commands.model import format_token
 from palaver.repl.commands.parameters import full_name
 from palaver.repl.comparison_view import ComparisonFollower, ComparisonView, column_width
 from palaver.repl.settings import find_preset, parse_switch
+from palaver.repl.status import fills_context
 from palaver.repl.text import format_value, one_line, sanitize
 from palaver.sampling import parse_setting
 from palaver.store import Conversation, ReplyStatus
@@ -251,7 +252,9 @@ def _column_names(comparison: Comparison) -> list[str]:
 async def _unfinished(session: Session, comparison: Comparison) -> list[str]:
     """The replies that can be continued."""
     replies = [await session.chat.message(one.reply_id) for one in comparison.replies]
-    return [one.id for one in replies if one.reply and one.reply.status not in (ReplyStatus.DONE, ReplyStatus.RUNNING)]
+    ended = (ReplyStatus.DONE, ReplyStatus.RUNNING)
+    incomplete = [one for one in replies if one.reply and one.reply.status not in ended]
+    return [one.id for one in incomplete if not await fills_context(session.chat, one.reply)]
 
 
 async def _show_tokens(session: Session, comparison: Comparison) -> None:
