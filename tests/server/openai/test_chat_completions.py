@@ -140,6 +140,9 @@ def test_stop_strings_and_ids_say_which_one_matched(http: httpx.Client, live: Li
 
 def test_logprobs_are_of_the_answer(http: httpx.Client) -> None:
     answer = complete(http, logprobs=True, top_logprobs=2)
+    status, error = post_error(http, logprobs=True, top_logprobs=50)
+    assert (status, error["param"]) == (400, "top_logprobs")
+    assert error["message"] == "top_logprobs must be between 0 and 20 (got 50)."
     content = answer["choices"][0]["logprobs"]["content"]
     assert "".join(entry["token"] for entry in content) == message(answer)["content"]
     assert all(len(entry["top_logprobs"]) == 2 and entry["logprob"] <= 0 for entry in content)

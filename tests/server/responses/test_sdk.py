@@ -346,6 +346,7 @@ def test_errors_are_their_typed_exceptions(client: openai.OpenAI) -> None:
         with pytest.raises(openai.BadRequestError) as bad:
             client.responses.create(**{**REQUEST, "store": False, **fields})
         assert bad.value.param == name
+        assert name != "top_logprobs" or "top_logprobs must be between 0 and 20" in bad.value.message
 
 
 def test_errors_of_keys_and_limits(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ parameters."""
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 from palaver.chat.model import draw_seed
@@ -13,6 +14,7 @@ from palaver.chat.parameters import MEDIA_LIMITS, merge_parameters
 from palaver.errors import BadParameter
 from palaver.formats.base import Format
 from palaver.formats.facts import Switch, SwitchKind, effort_rank, is_effort_off, match_effort, switch_of_kind
+from palaver.sampling import NUMBERS
 from palaver.server.openai.response_format import CONSTRAINT_FIELDS, parse_response_format
 from palaver.server.openai.schemas import ChatRequest, CompletionRequest, FillRequest, SamplingFields
 from palaver.server.settings import ServerSettings
@@ -239,6 +241,8 @@ def _one_call(request: ChatRequest) -> bool:
 def _top_logprobs(request: ChatRequest) -> int | None:
     if request.top_logprobs is not None and not request.logprobs:
         raise BadParameter("top_logprobs", request.top_logprobs, "needs logprobs to be true")
+    if request.top_logprobs is not None:
+        replace(NUMBERS["logprobs"], name="top_logprobs").check(request.top_logprobs)  # an error has the API's name
     return request.top_logprobs if request.logprobs else None
 
 
