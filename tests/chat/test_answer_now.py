@@ -109,24 +109,28 @@ async def test_with_the_real_engine_in_its_process(tmp_path: Path) -> None:
         async with Service(store, models) as service:
             await models.ready()
             chat = service.chat(store.users.ensure().id)
-            reply_id = await _asked_while_thinking(chat)
-            await read_entries(chat, reply_id)
-            stored = (await chat.message(reply_id)).reply
-            assert stored is not None
-            assert stored.settings.answer_at is not None
+            reply_id, position = await _asked_while_thinking(chat)
             assert (await replay(store, models.current(), reply_id)).same
-            await _check_continued(store, chat, service, reply_id, stored.settings.answer_at)
+            await _check_continued(store, chat, service, reply_id, position)
 
 
-async def _asked_while_thinking(chat: Chat) -> str:
-    conversation = await chat.create_conversation(parameters={**ASKED, "thinking": True})
-    sent = await chat.send_message(conversation.id, None, user("What is 417 + 385?"))
-    async with chat.events(sent.reply.id) as stream:
-        async for entry in stream:
-            if isinstance(entry.event, ThinkingDelta):
-                await chat.answer_now(sent.reply.id)
-                break
-    return sent.reply.id
+async def _asked_while_thinking(chat: Chat) -> tuple[str, int]:
+    """A reply, and the number of its tokens when it was asked. A thought of 40 tokens may end before that is done: then
+    another one is asked."""
+    for _ in range(20):
+        conversation = await chat.create_conversation(parameters={**ASKED, "thinking": True})
+        sent = await chat.send_message(conversation.id, None, user("What is 417 + 385?"))
+        async with chat.events(sent.reply.id) as stream:
+            async for entry in stream:
+                if isinstance(entry.event, ThinkingDelta):
+                    await chat.answer_now(sent.reply.id)
+                    break
+        await read_entries(chat, sent.reply.id)
+        stored = (await chat.message(sent.reply.id)).reply
+        assert stored is not None
+        if stored.settings.answer_at is not None:
+            return sent.reply.id, stored.settings.answer_at
+    raise AssertionError("each thought ended before it was asked")
 
 
 async def _check_continued(store: Store, chat: Chat, service: Service, reply_id: str, position: int) -> None:
