@@ -12,7 +12,7 @@ import pytest
 
 from palaver.chat.engine_choice import LoadOptions
 from palaver.chat.interface import ModelState
-from palaver.chat.model import Model, load_model_format
+from palaver.chat.model import Model, extend_limit, load_model_format
 from palaver.chat.model_loader import ModelLoader
 from palaver.chat.model_pool import ModelPool
 from palaver.chat.reply_stream import ReplyRequest
@@ -21,7 +21,7 @@ from palaver.formats.base import RenderOptions
 from palaver.messages import user
 from palaver.models.axolotl import TEMPLATES
 from palaver.models.resolver import ResolvedModel
-from palaver.sampling import Sampling
+from palaver.sampling import MAX_TOKENS, Sampling, check_sampling
 from tests.chat.scripted_service import model as scripted_model
 from tests.tiny import PREOPENED
 
@@ -200,3 +200,10 @@ async def test_a_model_that_fails_to_start_is_replaced_by_the_previous_one() -> 
     assert models.card().state is ModelState.READY
     await models.unload()
     assert models.card().state is ModelState.NONE
+
+
+@pytest.mark.parametrize(("limit", "extended"), [(None, None), (10, 17), (MAX_TOKENS, MAX_TOKENS)])
+def test_an_extended_limit_is_a_limit_that_may_be_set(limit: int | None, extended: int | None) -> None:
+    sampling = extend_limit(Sampling(max_tokens=limit), 7)
+    assert sampling.max_tokens == extended
+    check_sampling(sampling)

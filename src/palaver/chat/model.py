@@ -66,7 +66,9 @@ def draw_seed() -> int:
 
 def extend_limit(sampling: Sampling, reply_tokens: int) -> Sampling:
     """The sampling for continuing a reply that reached `max_tokens`: the same number of tokens again."""
-    return sampling if sampling.max_tokens is None else replace(sampling, max_tokens=reply_tokens + sampling.max_tokens)
+    if sampling.max_tokens is None:
+        return sampling
+    return replace(sampling, max_tokens=min(reply_tokens + sampling.max_tokens, MAX_TOKENS))
 
 
 def offset_limits(sampling: Sampling, tokens: int) -> Sampling:
