@@ -279,6 +279,15 @@ def test_fill_writes_the_text_with_its_masks_filled() -> None:
     assert run(*masked).stdout == filled.stdout
 
 
+def test_the_example_of_fill_is_filled_right_by_the_default_model() -> None:
+    text = "8+7=15: [MASK], carry [MASK]"
+    assert text in (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    help = " ".join(run("fill", "--help").stdout.split())
+    assert text in help
+    assert "Default: sprout-diffusion." in help
+    assert run("fill", text).stdout == "8+7=15: 5, carry 1\n"
+
+
 def test_fill_refuses_in_a_sentence(tiny_model: Path) -> None:
     for arguments, status, sentence in (
         (("nothing to fill",), 2, "must have at least one [MASK]"),

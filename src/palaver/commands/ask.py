@@ -401,7 +401,7 @@ FILL_MODEL = "sprout-diffusion"
 @with_engine_flags("device", "engine", "adapter", "approximate_cache")
 def fill(
     text: Annotated[str, typer.Argument(help=strings.FILL_TEXT)],
-    model: ModelOption = None,
+    model: Annotated[str | None, typer.Option("--model", "-m", metavar="MODEL", help=strings.FILL_MODEL)] = None,
     set_: SetOption = None,
     flags: EngineFlags = EngineFlags(),  # noqa: B008 - frozen
 ) -> None:

@@ -16,7 +16,10 @@ PROMPTS_LIST = "List the prompts and their variables."
 PROMPTS_SHOW = "Print a prompt."
 PROMPTS_SAVE = "Save a prompt, such as: palaver prompts save short 'Sum up in {{count}} words: {{input}}'"
 PROMPTS_REMOVE = "Remove a prompt."
-FILL = 'Fill the masks of a text. It needs a diffusion model: palaver fill "The capital of [MASK:4] is Paris."'
+FILL = (
+    "Fill the masks of a text with a diffusion model. Without --model it is sprout-diffusion, a tiny demo:"
+    ' palaver fill "8+7=15: [MASK], carry [MASK]"'
+)
 FILL_TEXT = "The text. [MASK] stands for one token, [MASK:8] for eight."
 SERVE = "Run a server: the page and the APIs. Those of OpenAI (with Responses) and Anthropic, and your conversations."
 CONVERSATIONS = "List conversations, newest first."
@@ -56,6 +59,7 @@ MODELS_ALIAS = "Give a model another name; without a model, remove the name."
 # --- arguments and options ---
 
 MODEL = "A folder, a model of the Hugging Face hub (owner/name), a training configuration (.yml), or sprout."
+FILL_MODEL = "A diffusion model: a folder, or one of the hub (owner/name). Default: sprout-diffusion."
 MODEL_TO_INSPECT = "A folder, a model of the hub (owner/name), or sprout."
 SYSTEM = "The system prompt."
 THINK = "Whether the model thinks before it answers."
