@@ -11,7 +11,7 @@ from typer.testing import CliRunner, Result
 
 from palaver.cli import app
 from palaver.commands.store import ExportFormat
-from palaver.messages import Image, Message, Role, Text, assistant
+from palaver.messages import Image, Message, Role, Text, Thinking, assistant
 from palaver.store import Store, open_store
 from palaver.transcripts import TranscriptFormat, read_conversation
 from tests.store.factories import add_message, add_reply, new_conversation
@@ -102,17 +102,24 @@ def test_listing_creates_no_database(run: Run, tmp_path: Path, command: tuple[st
 
 
 def test_conversations_are_found_by_title_and_by_what_was_said(run: Run, rivers: str, mountains: str) -> None:
-    assert [line.split()[0] for line in ok(run("conversations", "--search", "river")).splitlines()] == [rivers, "user:"]
+    assert [line.split()[0] for line in ok(run("conversations", "--search", "river")).splitlines()] == [rivers, "You:"]
     title_only = ok(run("conversations", "--search", "rivers")).splitlines()
     assert [line.split()[0] for line in title_only] == [rivers]
     found = ok(run("conversations", "-s", "santis"))
-    assert "assistant: Säntis" in found
+    assert "Model: Säntis" in found
     assert "\x1b[31m" not in found, "what was said can't steer the terminal"
     nothing = run("conversations", "-s", "nothing like it")
     assert ok(nothing) == ""
     assert 'No conversation matches "nothing like it".' in nothing.stderr
     refused(run("conversations", "-s", "x", "--deleted"), "--deleted")
+    assert "a message or a thought" in " ".join(ok(run("conversations", "--help")).split())
     refused(run("conversations", "-s", "caf\udce9"), "The text of --search is not UTF-8.")
+
+
+def test_a_thought_is_found_as_the_models(run: Run, store: Store, mountains: str) -> None:
+    head = store.conversations.get(mountains).head_id
+    store.messages.append(mountains, head, Message(Role.ASSISTANT, (Thinking("It is the Eiger."), Text("No."))))
+    assert "Model, thinking: It is the Eiger." in ok(run("conversations", "--search", "eiger"))
 
 
 def test_what_was_deleted_comes_back(run: Run, rivers: str, mountains: str) -> None:
@@ -131,7 +138,7 @@ def test_what_was_purged_does_not_come_back(run: Run, rivers: str, mountains: st
     ok(run("delete", rivers))
     assert ok(run("purge")).startswith("0 deleted")
     assert rivers in ok(run("conversations", "--deleted"))
-    assert ok(run("purge", "--days", 0)).startswith("1 deleted")
+    assert ok(run("purge", "--days", 0)) == "1 deleted conversation was removed for good.\n"
     refused(run("undelete", rivers), rivers)
     assert mountains in ok(run("conversations"))
     refused(run("purge", "--days", -1), "days")

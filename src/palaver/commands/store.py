@@ -25,6 +25,7 @@ from palaver.commands.options import (
     store_context,
 )
 from palaver.errors import BadParameter, RequestError
+from palaver.repl.strings import ROLES
 
 if TYPE_CHECKING:
     from palaver.store import Conversation, SearchHit, Store
@@ -98,7 +99,7 @@ def purge(
     if has_store(data, database):
         with store_context(data, database) as store:
             count = store.conversations.purge(current_time() - int(days * 86_400e6))
-    print(strings.PURGED.format(count=count))
+    print((strings.PURGED_ONE if count == 1 else strings.PURGED_MANY).format(count=count))
 
 
 def _search(
@@ -125,7 +126,7 @@ def _print_list(conversations: tuple[Conversation, ...], hits: dict[str, SearchH
         if hits and one.id in hits:
             hit = hits[one.id]
             line = strings.FOUND_THOUGHT if hit.in_thought else strings.FOUND
-            console.print(Text(line.format(role=hit.role, snippet=_printable(hit.snippet)), "dim"))
+            console.print(Text(line.format(role=ROLES[hit.role], snippet=_printable(hit.snippet)), "dim"))
 
 
 def _line(one: Conversation) -> Iterator[tuple[str, str]]:
