@@ -296,6 +296,11 @@ class TestTools:
         status, error = post_error(http, tools=[WEATHER], tool_choice=choice)
         assert (status, error["param"]) == (400, "tool_choice")
 
+    def test_a_required_call_needs_tools(self, http: httpx.Client) -> None:
+        status, error = post_error(http, tool_choice="required")
+        assert (status, error["param"]) == (400, "tool_choice")
+        assert error["message"] == "tool_choice 'required': needs tools"
+
 
 class TestContinuing:
     def test_every_cut_by_ids_goes_on_without_a_seam(self, http: httpx.Client) -> None:

@@ -169,6 +169,8 @@ def _tool_parameters(
         case "none":
             return {"tools": tools, **forbid_calls(given, format)} if tools else {}
         case "required":
+            if not names:
+                raise BadParameter("tool_choice", "required", "needs tools")
             chosen = names
         case NamedToolChoice(function=FunctionName(name=name)) | FunctionName(name=name):
             chosen = (name,)
@@ -184,8 +186,10 @@ def _tool_parameters(
 
 
 def _check_names(chosen: Sequence[str], names: Sequence[str]) -> None:
-    if not chosen or not set(chosen) <= set(names):
-        raise BadParameter("tool_choice", ", ".join(chosen) or "required", "there is no such tool among the tools")
+    if not chosen:
+        raise BadParameter("tool_choice", "allowed_tools", "names no tools")
+    if not set(chosen) <= set(names):
+        raise BadParameter("tool_choice", ", ".join(chosen), "there is no such tool among the tools")
 
 
 def forbid_calls(given: Mapping[str, Any], format: Format) -> dict[str, Any]:
