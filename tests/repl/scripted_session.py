@@ -33,6 +33,9 @@ class TypedLines:
     def watch_keys(self, actions: KeyActions) -> AbstractContextManager[None]:
         return nullcontext()
 
+    def released(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
 
 class ScriptedSession:
     def __init__(self, stage: Stage, folder: Path) -> None:

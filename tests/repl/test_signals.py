@@ -6,7 +6,7 @@ import asyncio
 import io
 import os
 import signal
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from palaver.repl.commands import table
@@ -58,6 +58,9 @@ class InterruptedLines:
 
     def watch_keys(self, actions: KeyActions) -> AbstractContextManager[None]:
         return handle_interrupt(actions.on_interrupt)
+
+    def released(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 async def test_an_interrupt_between_the_prompt_and_the_message(tmp_path: Path) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import io
+import os
+import pty
 import re
 import subprocess
 import sys
+import termios
 from pathlib import Path
 
 import pytest
@@ -15,7 +18,9 @@ from palaver.cli import app
 from palaver.errors import RequestError
 from palaver.messages import Role
 from palaver.repl.commands.branches import edit_text
+from palaver.repl.commands.import_export import _CLIPBOARD_COMMANDS
 from palaver.repl.input import StreamLineSource
+from palaver.repl.terminal_mode import KeyMode
 from palaver.store import ReplyStatus, StoredMessage, open_store
 from tests.models import make_model
 from tests.repl.conftest import Door, HeldEngine, local_door
@@ -94,6 +99,56 @@ def test_lines_that_are_typed_before_the_prompt_are_sent(tmp_path: Path) -> None
         terminal.wait(r"tokens/s[^›]*\n› What is 3\Z")
         assert "Thinking: off" in terminal.transcript()
         assert terminal.transcript().count("tokens/s") == 1
+
+
+def test_a_line_that_is_typed_while_a_command_runs_is_sent(tmp_path: Path) -> None:
+    """The command runs until the test lets it end. The typed line is not shown before the prompt."""
+    programs, released = tmp_path / "programs", tmp_path / "released"
+    programs.mkdir()
+    program = programs / _CLIPBOARD_COMMANDS[0][0]
+    program.write_text(f"#!/bin/sh\nprintf Copying > /dev/tty\nuntil [ -e {released} ]; do :; done\n")
+    program.chmod(0o755)
+    path = f"{programs}{os.pathsep}{os.environ['PATH']}"
+    with local_door(tmp_path).open(echo=True, environment={"PATH": path}) as terminal:
+        ready(terminal)
+        terminal.do("What is 1 + 1?")
+        terminal.enter("/copy")
+        terminal.wait("Copying")
+        terminal.type("What is 2 + 2?\rWhat is 3 ")
+        released.touch()
+        terminal.wait(r"tokens/s[^›]*\n› What is 3\Z")
+        assert terminal.transcript().count("tokens/s") == 2
+        assert terminal.transcript().count("What is 2 + 2?") == 1
+
+
+def test_an_editor_reads_whole_lines_from_the_terminal(tmp_path: Path) -> None:
+    editor = tmp_path / "editor"
+    editor.write_text('#!/bin/sh\nprintf "Text: "\nread line\necho "$line" > "$1"\n')
+    editor.chmod(0o755)
+    with local_door(tmp_path).open(echo=True, environment={"EDITOR": str(editor)}) as terminal:
+        ready(terminal)
+        terminal.do("What is 1 + 1?")
+        terminal.enter("/edit")
+        terminal.wait("Text:$")
+        terminal.type("What is 2 + 2?\r")
+        terminal.until(r"(?s)tokens/s.*tokens/s")
+        terminal.prompt()
+        assert "1 You · 2 versions\nWhat is 2 + 2?\n" in terminal.do("/history")
+
+
+def test_the_terminal_is_left_as_it_was() -> None:
+    main, side = pty.openpty()
+    before = termios.tcgetattr(side)
+    mode = KeyMode(side)
+    with mode.active():
+        os.write(main, b"one\r\n\x1a")
+        assert os.read(side, 100) == b"one\r\n\x1a"
+        with mode.suspended():
+            assert termios.tcgetattr(side) == before
+        assert termios.tcgetattr(side) != before
+    assert termios.tcgetattr(side) == before
+    for end in (main, side):
+        os.close(end)
 
 
 def test_the_first_screen_and_control_l_while_the_model_loads(tmp_path: Path) -> None:

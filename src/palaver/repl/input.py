@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol, TextIO
 
@@ -57,6 +57,10 @@ class LineSource(Protocol):
         """Inside the context, keys call the actions although no prompt is shown."""
         ...
 
+    def released(self) -> AbstractContextManager[None]:
+        """Inside the context, another program may read from the terminal."""
+        ...
+
 
 class StreamLineSource:
     """One line per message, from a pipe or a terminal without cursor control."""
@@ -84,6 +88,9 @@ class StreamLineSource:
 
     def watch_keys(self, actions: KeyActions) -> AbstractContextManager[None]:
         return handle_interrupt(actions.on_interrupt)
+
+    def released(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     async def _line(self, prompt: str) -> str:
         if self._prompt_to is not None:

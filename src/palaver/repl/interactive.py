@@ -37,6 +37,7 @@ from palaver.repl.commands.thinking import toggle
 from palaver.repl.input import DOUBLE_PRESS_SECONDS, KeyActions, LastMessage, ReplyDropped, TypedLine
 from palaver.repl.signals import handle_interrupt
 from palaver.repl.status import first_screen, loading_line, ready_lines
+from palaver.repl.terminal_mode import KeyMode
 
 if TYPE_CHECKING:
     from palaver.repl.session import Session
@@ -53,6 +54,14 @@ _STYLE = Style.from_dict({"bottom-toolbar": "noreverse"})
 
 
 async def run_interactive(session: Session) -> None:
+    input = create_input(sys.stdin)
+    mode = KeyMode(input.fileno())
+    with mode.active():
+        keep_typed_ahead(input)
+        await _run(session, input, mode)
+
+
+async def _run(session: Session, input: Input, mode: KeyMode) -> None:
     tasks: set[asyncio.Task[None]] = set()
 
     def on_toggle() -> None:
@@ -65,8 +74,9 @@ async def run_interactive(session: Session) -> None:
     output.erase_end_of_line()
     output.flush()
     prompt = PromptLine(
-        create_input(sys.stdin),
+        input,
         output,
+        mode,
         open_history(session.settings.folder / "history"),
         CommandCompleter(session.table, session),
         lambda: session.stopped_at,
@@ -77,7 +87,6 @@ async def run_interactive(session: Session) -> None:
     watcher = asyncio.create_task(_watch_model(session, prompt))
     try:
         await session.open_initial()
-        keep_typed_ahead(prompt.input)
         await session.run()
     finally:
         watcher.cancel()
@@ -121,6 +130,7 @@ class PromptLine:
         self,
         input: Input,
         output: Output,
+        mode: KeyMode,
         history: History,
         completer: Completer,
         stopped_at: Callable[[], float],
@@ -128,6 +138,7 @@ class PromptLine:
     ) -> None:
         self.input = input
         self._output = output
+        self._mode = mode
         self._editing = EditState()
         self._session: PromptSession[str] = PromptSession(
             self._message,
@@ -168,6 +179,9 @@ class PromptLine:
 
     def watch_keys(self, actions: KeyActions) -> AbstractContextManager[None]:
         return watch_keys(self.input, self._output, actions)
+
+    def released(self) -> AbstractContextManager[None]:
+        return self._mode.suspended()
 
     def _message(self) -> StyleAndTextTuples:
         return [("bold", f"edit {MARK}" if self._editing.edited_id else MARK)]
@@ -241,8 +255,10 @@ def key_bindings(editing: EditState, stopped_at: Callable[[], float], on_toggle:
 
 def keep_typed_ahead(input: Input) -> None:
     """Keeps for the prompt what was typed before it, in the terminal's line mode, where Enter is a line feed."""
+    presses: list[KeyPress] = []
     with input.raw_mode():
-        presses = input.read_keys()
+        while read := input.read_keys():
+            presses += read
     enter = KeyPress(Keys.ControlM, ENTER)
     store_typeahead(input, [enter if press.key == Keys.ControlJ else press for press in presses])
 

@@ -104,7 +104,8 @@ async def edit(session: Session, arguments: str) -> None:
     if "inline" in words or not editor or not session.lines.is_interactive:
         session.initial_line = TypedLine(message.text, message.id)
         return
-    text = await edit_text(editor, message.text)
+    with session.lines.released():
+        text = await edit_text(editor, message.text)
     if text == message.text or not text.strip():
         session.screen.note(strings.NOT_CHANGED)
         return

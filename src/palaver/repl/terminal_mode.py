@@ -1,0 +1,63 @@
+"""The terminal's mode between two prompts."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+if sys.platform != "win32":
+    import termios
+
+
+class KeyMode:
+    """Keys reach the next prompt as they were typed: in line mode, Enter would arrive as a line feed, which is Ctrl+J.
+
+    They are not echoed. Ctrl+C stays a signal. Does nothing on Windows and for an input that is no terminal."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._line_mode = _read_mode(fd)
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        self._set_keys()
+        try:
+            yield
+        finally:
+            self._set_lines()
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Inside the context, the terminal is as it was before, for another program that reads from it."""
+        self._set_lines()
+        try:
+            yield
+        finally:
+            self._set_keys()
+
+    def _set_lines(self) -> None:
+        if sys.platform != "win32" and self._line_mode is not None:
+            termios.tcsetattr(self._fd, termios.TCSANOW, self._line_mode)
+
+    def _set_keys(self) -> None:
+        if sys.platform != "win32" and self._line_mode is not None:
+            iflag, oflag, cflag, lflag, ispeed, ospeed, characters = self._line_mode
+            iflag &= ~(termios.ICRNL | termios.INLCR | termios.IGNCR | termios.IXON)
+            lflag &= ~(termios.ECHO | termios.ICANON | termios.IEXTEN)
+            characters = list(characters)
+            characters[termios.VMIN], characters[termios.VTIME] = 1, 0
+            characters[termios.VSUSP] = bytes([os.fpathconf(self._fd, "PC_VDISABLE") & 0xFF])  # a key of the prompt
+            mode = [iflag, oflag, cflag, lflag, ispeed, ospeed, characters]
+            termios.tcsetattr(self._fd, termios.TCSANOW, mode)
+
+
+def _read_mode(fd: int) -> list[Any] | None:
+    if sys.platform == "win32":
+        return None
+    try:
+        return termios.tcgetattr(fd)
+    except termios.error:
+        return None
