@@ -169,6 +169,29 @@ async def test_history_shows_the_system_prompt_and_the_thoughts(tmp_path: Path) 
         assert "lighthouse" not in await session.do("/history 1")
 
 
+async def test_switch_names_the_branch_number(tmp_path: Path) -> None:
+    async with open_session(tmp_path) as session:
+        await session.do("Wave!")
+        assert await session.do("/switch 7") == "branch number must be between 1 and 1 (got '7')."
+        assert await session.do("/history 7") == "message number must be between 1 and 2 (got '7')."
+
+
+@pytest.mark.parametrize(
+    ("typed", "title"),
+    [
+        ('"Trip"', "Trip"),
+        ("'A trip'", "A trip"),
+        ("Trip", "Trip"),
+        ('"Heat" and "Dust"', '"Heat" and "Dust"'),
+        ("The 'best' trip", "The 'best' trip"),
+        ('5"', '5"'),
+    ],
+)
+async def test_quotes_around_a_title_are_not_part_of_it(tmp_path: Path, typed: str, title: str) -> None:
+    async with open_session(tmp_path) as session:
+        assert await session.do(f"/title {typed}") == f'Title: "{title}"'
+
+
 async def test_undo_says_where_it_went(tmp_path: Path) -> None:
     async with open_session(tmp_path) as session:
         await session.do("Wave!")

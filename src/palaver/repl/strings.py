@@ -198,6 +198,7 @@ SWITCH_TO_BRANCH = "/switch NUMBER goes to a branch."
 ONLY_BRANCH = "There is only one branch."
 EMPTY_CONVERSATION = "Nothing here yet."
 MESSAGE_NUMBER = "message number"
+BRANCH_NUMBER = "branch number"
 NUMBER_RANGE = "must be between 1 and {maximum}"
 
 # --- comparing ---

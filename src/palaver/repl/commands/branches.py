@@ -194,7 +194,7 @@ async def switch(session: Session, arguments: str) -> None:
         to = await _sibling(session, 1 if target == "next" else -1)
     else:
         leaves = await _branch_ends(session)
-        to = leaves[_parse_number(target, len(leaves)) - 1].id
+        to = leaves[_parse_number(target, len(leaves), strings.BRANCH_NUMBER) - 1].id
     await session.cursor.move(to)
     await show_end(session)
 
@@ -312,9 +312,9 @@ def _preview(stored: StoredMessage) -> str:
     return one_line(stored.text, 60) or one_line(stored.thinking, 60) or "…"
 
 
-def _parse_number(text: str, maximum: int) -> int:
+def _parse_number(text: str, maximum: int, name: str = strings.MESSAGE_NUMBER) -> int:
     if not text.isdigit() or not 0 < int(text) <= maximum:
         if not maximum:
             raise RequestError(strings.EMPTY_CONVERSATION)
-        raise BadParameter(strings.MESSAGE_NUMBER, text, strings.NUMBER_RANGE.format(maximum=f"{maximum:,}"))
+        raise BadParameter(name, text, strings.NUMBER_RANGE.format(maximum=f"{maximum:,}"))
     return int(text)

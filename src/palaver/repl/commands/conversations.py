@@ -91,12 +91,20 @@ async def search(session: Session, arguments: str) -> None:
 
 @commands.command("title")
 async def title(session: Session, arguments: str) -> None:
-    if arguments.strip():
+    if typed := _unquote(arguments.strip()):
         conversation = await session.cursor.ensure_conversation()
-        await session.chat.update_conversation(conversation.id, title=arguments.strip())
+        await session.chat.update_conversation(conversation.id, title=typed)
     current = await session.cursor.conversation()
     shown = one_line(current.title) if current else ""
     session.screen.note(strings.TITLE.format(title=shown) if shown else strings.NO_TITLE_YET)
+
+
+def _unquote(text: str) -> str:
+    """The text without one pair of quotes around all of it. Quotes within a text are part of it."""
+    for quote in "\"'":
+        if len(text) > 1 and text.startswith(quote) and text.endswith(quote) and text.count(quote) == 2:
+            return text[1:-1].strip()
+    return text
 
 
 @commands.command("delete")
