@@ -142,6 +142,20 @@ def _without(folder: Path, pattern: str) -> Path:
     return folder
 
 
+def test_a_model_that_is_not_there_is_reported_once(tmp_path: Path) -> None:
+    missing = tmp_path / "nothing"
+    refused = subprocess.run(
+        [sys.executable, "-m", "palaver", "chat", str(missing), "--data", str(tmp_path / "data")],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert refused.returncode == 1
+    assert refused.stderr.count("nothing") == 1, refused.stderr
+    assert "not recovered" not in refused.stderr
+
+
 def test_bad_models(tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()

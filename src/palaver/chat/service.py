@@ -133,15 +133,22 @@ class Service:
             self._set_recovered()
 
     async def _interrupt_once(self) -> None:
-        done = await self._try(self._interrupt_orphans())
+        done = await self._interrupt_orphans()
         self._set_recovered()
         while not done:
             await asyncio.sleep(RECOVERY_INTERVAL_S)
             if self.models.card().state in (ModelState.READY, ModelState.AVAILABLE) and not self.turns.closing:
-                done = await self._try(self._interrupt_orphans())
+                done = await self._interrupt_orphans()
 
-    async def _interrupt_orphans(self) -> None:
-        await self.models.ready()  # its format reads the tokens
+    async def _interrupt_orphans(self) -> bool:
+        """Whether it succeeded. A model that can't be loaded is reported by those that wait for it, not here."""
+        try:
+            await self.models.ready()  # its format reads the tokens
+        except PalaverError:
+            return False
+        return await self._try(self._mark_interrupted())
+
+    async def _mark_interrupted(self) -> None:
         await self._recovery.interrupt(self.models)
         await self.loop.recover(False)
 
