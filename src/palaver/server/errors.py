@@ -266,6 +266,8 @@ async def _validation_error(request: Request, error: Exception) -> JSONResponse:
     path = ".".join(part for part in parts if not part.startswith("list["))  # one of several types of a field
     if first.get("type") == "json_invalid":
         return await _error(request, NotJson(f"The body is not JSON: {first.get('ctx', {}).get('error', '')}"))
+    if not path and first.get("type") == "missing":
+        return await _error(request, NotJson("The request has no body."))
     if isinstance(first.get("input"), bytes):
         return await _error(request, NotJson("The body must be sent as Content-Type: application/json."))
     return await _error(request, BadParameter(path or "body", _shortened(first.get("input")), first.get("msg", "")))

@@ -454,6 +454,12 @@ def test_a_response_prefix_is_the_reply_s_own_beginning(http: httpx.Client) -> N
     assert message(answer)["reasoning_content"].startswith(" 2 1 and 0 3")
 
 
+def test_a_request_without_a_body_is_refused(http: httpx.Client) -> None:
+    refused = http.post("/v1/chat/completions")
+    assert refused.status_code == 400
+    assert refused.json()["error"]["message"] == "The request has no body."
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [("chat_template", "x"), ("verbosity", "loud"), ("store", "yes"), ("surprise", 1), ("max_token", 5)],
