@@ -10,7 +10,8 @@ import pytest
 
 from palaver.errors import BadParameter
 from palaver.formats.base import RenderOptions
-from palaver.formats.facts import Switch, SwitchKind, apply_overrides, match_effort, order_efforts
+from palaver.formats.effort import match_effort, order_efforts
+from palaver.formats.facts import Switch, SwitchKind, apply_overrides
 from palaver.formats.learn.template_variables import TemplateVariable, template_variables
 from palaver.formats.template import Template
 from palaver.messages import user

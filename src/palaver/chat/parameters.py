@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from palaver.constraints import Constraint, Grammar
 from palaver.errors import BadParameter, UnknownParameter
-from palaver.formats.base import RenderOptions
+from palaver.formats.base import Format, RenderOptions
 from palaver.messages import Tool
 from palaver.sampling import CHOICES, NUMBERS, STRINGS, Sampling, apply_settings, check_choice, check_strings
 from palaver.tools.toolbox import ToolPolicy, parse_policy
@@ -65,6 +65,12 @@ def merge_parameters(*layers: Mapping[str, Any]) -> dict[str, Any]:
     """Later layers override earlier ones; None removes a parameter."""
     merged = {name: value for layer in layers for name, value in layer.items()}
     return {name: value for name, value in merged.items() if value is not None}
+
+
+def sets_thinking(given: Mapping[str, Any], format: Format) -> bool:
+    """Whether `given` sets thinking explicitly."""
+    switch = format.thinking_switch
+    return given.get("thinking") is not None or (switch is not None and switch.name in (given.get("variables") or {}))
 
 
 def check_parameters(parameters: Mapping[str, Any]) -> dict[str, Any]:

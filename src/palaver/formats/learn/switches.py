@@ -10,20 +10,15 @@ from datetime import datetime
 from functools import cached_property
 from typing import Any
 
-from palaver.formats.facts import (
+from palaver.formats.effort import (
     CONVENTIONAL_EFFORTS,
-    Confidence,
-    Switch,
-    SwitchKind,
-    SwitchType,
-    ThinkingFacts,
     are_only_switches,
     effort_rank,
     is_effort_automatic,
     is_effort_off,
-    list_values,
     order_efforts,
 )
+from palaver.formats.facts import Confidence, Switch, SwitchKind, SwitchType, ThinkingFacts, list_values
 from palaver.formats.learn.probes import (
     NUMBER,
     QUESTION,

@@ -10,11 +10,12 @@ from dataclasses import replace
 from typing import Any
 
 from palaver.chat.model import draw_seed
-from palaver.chat.parameters import MEDIA_LIMITS, merge_parameters
+from palaver.chat.parameters import MEDIA_LIMITS, merge_parameters, sets_thinking
 from palaver.errors import BadParameter
 from palaver.formats.base import Format
-from palaver.formats.facts import Switch, SwitchKind, effort_rank, is_effort_off, match_effort, switch_of_kind
+from palaver.formats.effort import is_effort_off
 from palaver.sampling import NUMBERS
+from palaver.server.openai.reasoning_effort import effort_parameters
 from palaver.server.openai.response_format import CONSTRAINT_FIELDS, parse_response_format
 from palaver.server.openai.schemas import ChatRequest, CompletionRequest, FillRequest, SamplingFields
 from palaver.server.settings import ServerSettings
@@ -251,54 +252,6 @@ def is_spoken(request: ChatRequest) -> bool:
     return AUDIO in (request.modalities or ())
 
 
-def effort_parameters(level: str, given: Mapping[str, Any], format: Format) -> dict[str, Any]:
-    """The parameters nearest to a level of effort. Empty where the model has no switch, or `given` contradicts it.
-
-    An unknown level is passed on: it is refused later, with the list of the template's levels.
-    """
-    if is_effort_off(level):
-        return _thinking_off(given, format)
-    if given.get("thinking") is False or _is_switched_off(given, format):
-        return {}
-    effort = switch_of_kind(format.switches, SwitchKind.EFFORT)
-    if effort is not None and effort.name in (given.get("variables") or {}):
-        return {}
-    if effort_rank(level) is None:
-        return {"effort": level}
-    if effort is not None:
-        return _nearest_effort(level, effort)
-    if format.thinking_switch is not None and not _sets_thinking(given, format):
-        return {"thinking": True}
-    return {}
-
-
-def _thinking_off(given: Mapping[str, Any], format: Format) -> dict[str, Any]:
-    if _sets_thinking(given, format):
-        return {}
-    if format.thinking_switch is not None:
-        return {"thinking": False}
-    return {"thinking_budget": 0} if format.thinks else {}
-
-
-def _sets_thinking(given: Mapping[str, Any], format: Format) -> bool:
-    """Whether `given` sets thinking explicitly."""
-    switch = format.thinking_switch
-    return given.get("thinking") is not None or (switch is not None and switch.name in (given.get("variables") or {}))
-
-
-def _is_switched_off(given: Mapping[str, Any], format: Format) -> bool:
-    switch = format.thinking_switch
-    return switch is not None and (given.get("variables") or {}).get(switch.name, switch) == switch.off
-
-
-def _nearest_effort(level: str, switch: Switch) -> dict[str, Any]:
-    if match_effort(level, [value for value in switch.values if value != switch.off]) is not None:
-        return {"effort": level}
-    target = effort_rank(level) or 0
-    ranked = [(abs(rank - target), rank, value) for value in switch.values if (rank := effort_rank(value))]
-    return {"effort": str(min(ranked)[2])} if ranked else {}
-
-
 def operator_parameters(
     defaults: Mapping[str, Any], given: Mapping[str, Any], forced: Mapping[str, Any], format: Format
 ) -> dict[str, Any]:
@@ -306,7 +259,7 @@ def operator_parameters(
 
     Several parameters control thinking, so one of a higher layer replaces all of them in a lower one.
     """
-    if any(given.get(name) is not None for name in _THINKING_PARAMETERS) or _sets_thinking(given, format):
+    if any(given.get(name) is not None for name in _THINKING_PARAMETERS) or sets_thinking(given, format):
         defaults = {name: value for name, value in defaults.items() if name not in _THINKING_PARAMETERS}
     if "thinking" in forced:
         given = _without_conflicts(given, forced["thinking"], format)
