@@ -6,7 +6,7 @@ from sqlalchemy import func, select
 from palaver.messages import Image, Message, Role, user
 from palaver.store import NotFound, Store
 from palaver.store.messages import NewMessage
-from palaver.store.records import derive_title
+from palaver.store.titles import derive_title
 from tests.store.factories import add_message, new_conversation
 
 

@@ -16,7 +16,7 @@ from palaver.chat.model_pool import ModelPool
 from palaver.chat.recovery import Recovery
 from palaver.chat.reply_request import RequestBuilder
 from palaver.chat.subscription import TurnSubscription
-from palaver.chat.titles import TitleWriter
+from palaver.chat.title_writer import TitleWriter
 from palaver.chat.tool_loop import ToolLoop, server_calls
 from palaver.chat.turns import ChangeFeed, Turns
 from palaver.errors import PalaverError

@@ -16,8 +16,9 @@ from palaver.store import tree
 from palaver.store.blobs import GRACE_SECONDS, Blobs
 from palaver.store.database import Database, Durability
 from palaver.store.errors import Ambiguous, Conflict, NotFound
-from palaver.store.records import Conversation, check_name, clean_title, current_time, new_id, parse_time
+from palaver.store.records import Conversation, check_name, current_time, new_id, parse_time
 from palaver.store.schema import conversations, cursors, message_blobs, messages, moves, tags, uploads
+from palaver.store.titles import clean_title
 
 _MAX_CANDIDATES = 5
 """Ids that the error for an ambiguous prefix lists."""

@@ -15,7 +15,8 @@ from palaver.store.blobs import Blob, Blobs
 from palaver.store.database import Database
 from palaver.store.encoding import StoredPart, load_media, store_media
 from palaver.store.errors import Conflict
-from palaver.store.records import StoredMessage, TreeNode, clean_title, format_time
+from palaver.store.records import StoredMessage, TreeNode, format_time
+from palaver.store.titles import clean_title
 
 _PREVIEW_LENGTH = 120
 """Characters of the beginning of a message that a drawing of the tree shows."""

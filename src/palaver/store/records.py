@@ -146,30 +146,13 @@ def format_time(time: datetime) -> int:
 
 
 MAX_NAME = 200
-MAX_TITLE = 200
-_DERIVED_TITLE = 60
-_CONTROL_CHARACTERS = re.compile("[\x00-\x1f\x7f\ud800-\udfff]+")
+CONTROL_CHARACTERS = re.compile("[\x00-\x1f\x7f\ud800-\udfff]+")
 
 
 def check_name(field_name: str, name: str) -> str:
     """Returns the name. Raises BadParameter if it is empty, too long or has control characters."""
     if not name or len(name) > MAX_NAME:
         raise BadParameter(field_name, name[:MAX_NAME], f"must have 1 to {MAX_NAME} characters")
-    if _CONTROL_CHARACTERS.search(name):
+    if CONTROL_CHARACTERS.search(name):
         raise BadParameter(field_name, name, "must not hold control characters")
     return name
-
-
-def clean_title(title: str) -> str:
-    return " ".join(_CONTROL_CHARACTERS.sub(" ", title).split())[:MAX_TITLE]
-
-
-def derive_title(text: str) -> str:
-    """A title from a message: its first line with a word in it, cut between words."""
-    line = next((line for line in text.splitlines() if re.search(r"\w", line)), text)
-    line = clean_title(line.lstrip("#>*- \t"))
-    if len(line) <= _DERIVED_TITLE:
-        return line
-    cut = line[:_DERIVED_TITLE]
-    words, space, _ = cut.rpartition(" ")
-    return (words if space and len(words) > _DERIVED_TITLE // 2 else cut) + "…"

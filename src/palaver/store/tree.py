@@ -19,12 +19,12 @@ from palaver.store.records import (
     TreeNode,
     check_name,
     current_time,
-    derive_title,
     new_id,
     parse_time,
 )
 from palaver.store.schema import conversations, message_blobs, messages, replies
 from palaver.store.search import index, indexed_text
+from palaver.store.titles import derive_title
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from palaver.chat import titles
+from palaver.chat import title_writer
 from palaver.chat.interface import Chat
 from palaver.chat.model import Model
 from palaver.chat.model_pool import ModelPool
 from palaver.chat.service import Service
-from palaver.chat.titles import parse_title
+from palaver.chat.title_writer import parse_title
 from palaver.engines.host.supervisor import ReportProgress
 from palaver.messages import user
 from palaver.store import open_store
@@ -25,7 +25,7 @@ TITLE = reply("", '"Where Oslo is."')
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(titles, "IDLE_SECONDS", 0.01)
+    monkeypatch.setattr(title_writer, "IDLE_SECONDS", 0.01)
 
 
 @asynccontextmanager

@@ -22,7 +22,7 @@ from palaver.formats.facts import thinking_switch
 from palaver.messages import Role, Text, user
 from palaver.models.resolver import DEFAULT_MODEL
 from palaver.store import ReplyStatus, StoredMessage
-from palaver.store.records import clean_title
+from palaver.store.titles import clean_title
 
 if TYPE_CHECKING:
     from palaver.chat.service import Service
