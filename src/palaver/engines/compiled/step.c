@@ -601,10 +601,9 @@ static int64_t build_groups(const decoder *d, const row *rows, int64_t count) {
 void palaver_step(const decoder *d, const row *rows, int64_t count, const float *rotations, float *logits,
                   int64_t threads) {
     work w = {.d = d, .rows = rows, .rotations = rotations, .logits = logits, .count = count};
-    w.threads = at_most(threads, d->m.max_threads);
     w.groups = build_groups(d, rows, count);
     for (int64_t r = 0; r < count; r++) w.logit_rows += rows[r].needs_logits;
-    begin_pass(d->team, w.threads);
+    w.threads = begin_pass(d->team, at_most(threads, d->m.max_threads));
     pass(&w);
 }
 

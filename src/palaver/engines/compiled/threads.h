@@ -10,9 +10,11 @@
 #include <stdatomic.h>
 #include <stdint.h>
 #include <stdlib.h>
+#include <time.h>
 #include <unistd.h>
 
-#define SPINS 2000 /* looks for the next task, some tens of microseconds, before a thread leaves its core to others */
+#define SPIN_NANOSECONDS 50000 /* looks for the next task so long before a thread leaves its core to others */
+#define SPINS_OF_LOOK 64       /* between two looks at the clock */
 
 #if defined(__x86_64__) || defined(__i386__)
 #define RELAX __builtin_ia32_pause()
@@ -32,7 +34,7 @@ typedef struct {
     int64_t thread;
     pthread_t id;
     pthread_cond_t wakes;
-    int sleeps;
+    _Atomic int sleeps; /* until it is woken for a task */
 } helper;
 
 struct team {
@@ -42,7 +44,6 @@ struct team {
     const void *context;
     _Atomic int64_t threads; /* of this pass, with the caller */
     pthread_mutex_t lock;    /* of what follows */
-    uint64_t passes;
     int ends;
     int64_t helpers;
     pid_t process; /* in which the helpers live */
@@ -65,33 +66,71 @@ static int run_task(team *t, int64_t thread) {
     return 1;
 }
 
+static int64_t nanoseconds(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * INT64_C(1000000000) + now.tv_nsec;
+}
+
+/* How long a thread has been waiting. */
+typedef struct {
+    int64_t spins, since;
+} spin_wait;
+
+/* Returns whether the thread has waited long enough to leave its core to others. */
+static int waits_long(spin_wait *w) {
+    RELAX;
+    if (!w->spins++) w->since = nanoseconds();
+    return w->spins % SPINS_OF_LOOK == 0 && nanoseconds() - w->since > SPIN_NANOSECONDS;
+}
+
+static int has_tasks(team *t, const helper *h) {
+    return h->thread < atomic_load(&t->threads) && tasks_left(atomic_load(&t->tasks));
+}
+
+/* Sleeps until there may be a task. Returns 0 if the team ends. */
+static int sleep_until_woken(team *t, helper *h) {
+    pthread_mutex_lock(&t->lock);
+    atomic_store(&h->sleeps, 1); /* before the look at the tasks: the caller adds some before it looks for sleepers */
+    if (has_tasks(t, h)) atomic_store(&h->sleeps, 0);
+    while (atomic_load(&h->sleeps) && !t->ends) pthread_cond_wait(&h->wakes, &t->lock);
+    int ends = t->ends;
+    pthread_mutex_unlock(&t->lock);
+    return !ends;
+}
+
 static void *help(void *argument) {
     helper *h = argument;
     team *t = h->of;
-    uint64_t passes = 0; /* those that had begun when it last found a task */
-    for (int64_t spins = 0;; spins++) {
-        if (h->thread < atomic_load_explicit(&t->threads, memory_order_relaxed) && run_task(t, h->thread)) spins = 0;
-        RELAX;
-        if (spins < SPINS) continue;
-        pthread_mutex_lock(&t->lock);
-        h->sleeps = 1;
-        while (!t->ends && (t->passes == passes || h->thread >= t->threads)) pthread_cond_wait(&h->wakes, &t->lock);
-        h->sleeps = 0, passes = t->passes, spins = 0;
-        int ends = t->ends;
-        pthread_mutex_unlock(&t->lock);
-        if (ends) return NULL;
+    spin_wait w = {0};
+    for (;;) {
+        if (h->thread < atomic_load_explicit(&t->threads, memory_order_relaxed) && run_task(t, h->thread)) {
+            w.spins = 0;
+        } else if (waits_long(&w)) {
+            if (!sleep_until_woken(t, h)) return NULL;
+            w.spins = 0;
+        }
     }
 }
 
-/* Begins a pass in so many threads. */
-static void begin_pass(team *t, int64_t threads) {
-    if (threads == 1) return;
-    pthread_mutex_lock(&t->lock);
-    t->threads = threads;
-    t->passes++;
-    for (int64_t n = 0; n < t->helpers && n + 1 < threads; n++)
-        if (t->each[n].sleeps) pthread_cond_signal(&t->each[n].wakes);
-    pthread_mutex_unlock(&t->lock);
+/* The threads that a pass of so many has: in a fork there are no helpers. */
+static int64_t begin_pass(team *t, int64_t threads) {
+    if (t->process != getpid()) return 1;
+    atomic_store(&t->threads, threads);
+    return threads;
+}
+
+/* Wakes the helpers that have gone to sleep, not more than there are tasks for. */
+static void wake_helpers(team *t, int64_t tasks) {
+    int64_t threads = atomic_load_explicit(&t->threads, memory_order_relaxed);
+    for (int64_t n = 0; n < t->helpers && n + 1 < threads && n + 1 < tasks; n++) {
+        helper *h = t->each + n;
+        if (!atomic_load(&h->sleeps)) continue;
+        pthread_mutex_lock(&t->lock);
+        atomic_store(&h->sleeps, 0);
+        pthread_cond_signal(&h->wakes);
+        pthread_mutex_unlock(&t->lock);
+    }
 }
 
 /* Computes all tasks of a phase, at most MAX_TASKS. */
@@ -99,22 +138,23 @@ static void run_phase(team *t, int64_t tasks, task_function *run, const void *co
     uint64_t phase = (atomic_load_explicit(&t->tasks, memory_order_relaxed) >> 32) + 1;
     t->run = run, t->context = context;
     atomic_store_explicit(&t->done, 0, memory_order_relaxed);
-    atomic_store_explicit(&t->tasks, phase << 32 | (uint64_t)tasks << 16, memory_order_release);
+    atomic_store(&t->tasks, phase << 32 | (uint64_t)tasks << 16);
+    wake_helpers(t, tasks);
     while (run_task(t, 0)) continue;
-    for (int64_t spins = 0; atomic_load_explicit(&t->done, memory_order_acquire) < tasks; spins++) {
-        if (spins < SPINS) RELAX;
-        else sched_yield(); /* a helper has lost its core within a task */
-    }
+    spin_wait w = {0};
+    while (atomic_load_explicit(&t->done, memory_order_acquire) < tasks)
+        if (waits_long(&w)) sched_yield(); /* a helper has lost its core within a task */
 }
 
 static void free_team(team *t) {
     if (!t) return;
-    pthread_mutex_lock(&t->lock);
-    t->ends = 1;
-    for (int64_t n = 0; n < t->helpers; n++) pthread_cond_signal(&t->each[n].wakes);
-    pthread_mutex_unlock(&t->lock);
-    if (t->process == getpid()) /* a fork has no helpers */
+    if (t->process == getpid()) { /* a fork has no helpers, and one of its parent's may have held the lock */
+        pthread_mutex_lock(&t->lock);
+        t->ends = 1;
+        for (int64_t n = 0; n < t->helpers; n++) pthread_cond_signal(&t->each[n].wakes);
+        pthread_mutex_unlock(&t->lock);
         for (int64_t n = 0; n < t->helpers; n++) pthread_join(t->each[n].id, NULL);
+    }
     free(t);
 }
 
