@@ -40,6 +40,8 @@ SHARE_WEIGHT = 0.15
 RECOVERY = 0.01
 """By how much a share goes back to the first one whenever a draft is left out."""
 PROMISING_MATCH = MATCH_SIZES[0]
+SKIPPED_MATCHES = 4
+"""Where short matches don't pay, so many are left out before the next one is looked at."""
 
 LEAST_GAIN = 1.1
 """What drafts must promise where passes without them run ahead of the host."""
@@ -183,12 +185,17 @@ class DraftLookup:
         self._following: dict[tuple[int, ...], int] = {}
         """By the tokens before it, the latest position behind them."""
         self._earlier: list[int] = []
-        """By position, from the first indexed one on: the position before that is behind the same tokens, or 0."""
+        """By position, from the first indexed one on: the latest one before that is behind the same tokens, or 0."""
         self._source, self._resumable = 0, 0
         """Where the source of the text goes on behind the last draft that held, or might have; a text with one change
         goes on there. And the number of tokens up to which that is looked at."""
         self._place = 0
         """The position of the last draft in the text."""
+        self._matched = 0
+        """How many tokens in a row stood behind the token before them earlier in the text. A match is at most one
+        token longer."""
+        self._skipped = 0
+        """How many short matches are still to be left out."""
         self._shares = list(FIRST_SHARES)
         self._credit = FIRST_CREDIT
         self._credited = len(token_ids)
@@ -199,8 +206,10 @@ class DraftLookup:
     def is_promising(self, max_tokens: int, costs: PassCosts, sequences: int = 1) -> bool:
         """Whether the tokens before the next one stood in the text before, so that drafts are likely, and as many as
         `max_tokens` would pay."""
-        self._index()
-        place, match = self._find()
+        place = self._index()
+        if self._is_short():
+            return False
+        place, match = self._find(place)
         if not place or match < PROMISING_MATCH:
             return False
         self._match = match
@@ -210,16 +219,19 @@ class DraftLookup:
     def propose(self, max_tokens: int, costs: PassCosts, sequences: int = 1) -> Sequence[int]:
         """The tokens that may come next, at most `max_tokens`; none where it is better to do without. `sequences` share
         the pass."""
+        place, ids = self._index(), self._token_ids
+        if not place and len(ids) > self._resumable:
+            return ()
+        if self._skipped and self._is_short():
+            self._skipped -= 1
+            return ()
         self._allow()
         if self._credit <= 0:  # saves the search
             return ()
-        ids = self._token_ids
-        self._index()
-        if len(ids) > self._resumable and (len(ids) < NGRAM or (ids[-2], ids[-1]) not in self._following):
-            return ()
-        place, self._match = self._find()
+        place, self._match = self._find(place)
         length = self._best_length(max_tokens, costs, sequences) if place else 0
         if not length:
+            self._skipped = SKIPPED_MATCHES
             return ()
         self._place, period = place, len(ids) - place
         return [ids[place + offset % period] for offset in range(length)]
@@ -258,14 +270,16 @@ class DraftLookup:
             self._shares[kind] += RECOVERY * (FIRST_SHARES[kind] - share)
         return length
 
-    def _find(self) -> tuple[int, int]:
-        """The position behind the longest earlier match of the last tokens, and its size; 0 where there is none. All
-        positions must be indexed."""
-        ids = self._token_ids
+    def _is_short(self) -> bool:
+        """Whether a match of the last tokens can only be a short one."""
+        return self._matched + 1 < PROMISING_MATCH and len(self._token_ids) > self._resumable
+
+    def _find(self, place: int) -> tuple[int, int]:
+        """The position behind the longest earlier match of the last tokens, and its size; 0 where there is none.
+        `place`: the latest position behind such tokens."""
         best, size = self._resume(), 0
         if best:
             size = max(NGRAM, self._match_size(best))
-        place = self._following.get(tuple(ids[-NGRAM:]), 0)
         for _ in range(MAX_PLACES):
             if not place or size >= MAX_MATCH:
                 break
@@ -293,19 +307,29 @@ class DraftLookup:
             size += 1
         return size
 
-    def _index(self) -> None:
-        """Adds the positions of new tokens. The end of the text is not one of them: nothing follows there yet."""
+    def _index(self) -> int:
+        """Adds the positions of new tokens. Returns the latest earlier position behind the last tokens, or 0."""
         ids, earlier, following = self._token_ids, self._earlier, self._following
-        first, last = self._first + len(earlier), len(ids) - 1
-        if first == last > 1:  # one token came
-            key = (ids[last - 2], ids[last - 1])
+        position, end = self._first + len(earlier), len(ids)
+        if position == end >= NGRAM:  # one token came
+            key = (ids[end - 2], ids[end - 1])
+            place = following.get(key, 0)
+            earlier.append(place)
+            following[key] = end
+            self._matched = self._matched + 1 if place else 0
+            return place
+        if position <= end:
+            self._index_all(position, end)
+        return earlier[-1]
+
+    def _index_all(self, position: int, end: int) -> None:
+        """Adds several positions, up to the end."""
+        ids, earlier, following = self._token_ids, self._earlier, self._following
+        few = max(0, min(NGRAM, end + 1) - position)  # there too few tokens come before
+        earlier += [0] * few
+        position += few
+        before = zip(*(ids[position - NGRAM + i : end - NGRAM + 1 + i] for i in range(NGRAM)), strict=True)
+        for place, key in enumerate(before, position):
             earlier.append(following.get(key, 0))
-            following[key] = last
-            return
-        while len(earlier) + self._first < min(NGRAM, len(ids)):  # there too few tokens come before
-            earlier.append(0)
-        first = self._first + len(earlier)
-        before = zip(*(ids[first - NGRAM + place : place - NGRAM] for place in range(NGRAM)), strict=True)
-        for position, key in enumerate(before, first):
-            earlier.append(following.get(key, 0))
-            following[key] = position
+            following[key] = place
+        self._matched = MAX_MATCH
