@@ -33,6 +33,7 @@ from palaver.engines.torch.tile_shapes import (
     TileShape,
     candidates,
     fit_tile,
+    prefill_tiles,
     refinements,
 )
 
@@ -125,6 +126,41 @@ def test_tuned_tiles_suit_the_device_they_were_tuned_on() -> None:
         for rows, prefill in MIXED_TILES.get((outputs, inputs), ()):
             assert product.with_rows(rows or 1024).allows(prefill, H200)
     assert not PRODUCT.is_tuned_for(H200)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("sizes", MIXED_TILES, ids=str)
+def test_a_product_of_a_tuned_size_but_of_the_other_kind_has_tiles_of_its_own(
+    sizes: tuple[int, int], gated: bool
+) -> None:
+    small = TileShape(64, 64, 64, 4)
+    for rows in (64, *SEARCHED_ROWS, 4096):
+        tile = next(tile for most, tile in prefill_tiles(*sizes, 1, gated) if rows <= most or not most)
+        product = ProductShape(*sizes, 1, gated, "bfloat16", rows)
+        fitting = fit_tile(tile, product, H200)
+        assert fitting._replace(stages=tile.stages) == tile != small
+        assert product.allows(fitting, H200)
+        if product.is_tuned_for(H200):
+            assert fitting == tile
+
+
+def test_a_size_is_tuned_for_one_kind_of_product() -> None:
+    def is_tuned(outputs: int, inputs: int, gated: bool) -> bool:
+        return ProductShape(outputs, inputs, 1, gated, "bfloat16").is_tuned_for(H200)
+
+    assert is_tuned(12288, 4096, gated=True)  # gate and up of Qwen3-8B
+    assert not is_tuned(12288, 4096, gated=False)  # queries, keys and values of Llama-2-7B
+    assert is_tuned(6144, 4096, gated=False)
+    assert not is_tuned(6144, 4096, gated=True)
+    assert not is_tuned(3072, 1024, gated=False)  # queries, keys and values of Qwen1.5-0.5B
+
+
+def test_only_three_blocks_of_a_kind_suit_it() -> None:
+    assert TileShape(128, 192, 64, 4).suits(gated=False)
+    assert not TileShape(128, 192, 64, 4).suits(gated=True)
+    assert TileShape(128, 96, 64, 4).suits(gated=True)
+    assert not TileShape(128, 96, 64, 4).suits(gated=False)
+    assert all(TileShape(128, 128, 64, 4).suits(gated) for gated in (False, True))
 
 
 def test_a_tile_that_does_not_fit_loses_stages() -> None:

@@ -171,6 +171,19 @@ def _check_bits(timer: ProductTimer, product: ProductShape, projection: Any) -> 
             assert torch.equal(one, other), (product, tile)
 
 
+@pytest.mark.parametrize(("gated", "outputs"), [(False, 96), (True, 192)])
+def test_a_tile_of_the_other_kind_of_product_is_refused(gated: bool, outputs: int) -> None:
+    """It would write past the end of the results."""
+    step = build_step(build_model(192, 192, torch.float32))
+    found = (product for product in list_products(step.model) if product.shape.outputs == BLOCK_WEIGHTS)
+    product = next(product for product in found if product.shape.gated == gated)
+    timer = ProductTimer(step, [product])
+    shape = product.shape.with_rows(128)
+    timer.allocate(shape)
+    with pytest.raises(AssertionError, match="the other kind"):
+        timer.compute(shape, TileShape(64, outputs, 64, 3))
+
+
 class HostEvent:
     """The host's clock in place of the device's."""
 

@@ -871,6 +871,8 @@ class DecoderStep:
         partial sums of squares go. `compile_only`: computes nothing."""
         rows = len(x) if rows is None else rows
         tile = projection.prefill_tile(rows) if prefill else projection.decode_tile(rows)
+        assert tile.suits(gated), "a tile for products of the other kind"
+        assert projection.outputs % tile.outputs == 0, "a tile that does not divide the product"
         parts = 0 if squares is None else squares.shape[1]
         gain, scaled, out_squares = (x, out, x) if residual is None else residual
         split = 1 if prefill else projection.split

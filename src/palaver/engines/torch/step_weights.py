@@ -18,14 +18,15 @@ from palaver.engines.torch.tile_shapes import (
     FEW_ROWS,
     FEW_TILES,
     HEAD_SIZES,
-    MIXED_TILES,
     PACKED_ROWS,
     ROWS,
     SCALED_TILES,
     TILES,
     VECTORS,
+    PrefillTiles,
     TileShape,
     VectorShape,
+    prefill_tiles,
 )
 
 PREFILL_ROWS = 64
@@ -40,8 +41,6 @@ MIN_PART = 768
 """Inputs that a part of a product has at least."""
 MAX_ROUTER_PARTS = 16
 """In how many parts the inputs of a router are summed at most."""
-PrefillTiles = tuple[tuple[int, TileShape], ...]
-"""By the number of rows up to which each is taken; the last one for all others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +76,7 @@ class TiledProjection:
         vector = VECTORS.get((outputs, inputs)) or VectorShape(
             4, min(2048, kernel_functions.next_power(inputs)), 4, 264 if inputs <= 2048 else 0
         )
-        tiles = _prefill_tiles(outputs, inputs, split, gated)
+        tiles = prefill_tiles(outputs, inputs, split, gated)
         few = FEW_TILES.get((outputs, inputs), tile)
         return cls(weight, linear.bias, outputs, inputs, split, tile, few, tiles, vector)
 
@@ -94,7 +93,7 @@ class TiledProjection:
             deep = packed.period > scaled.depth
             tiles: PrefillTiles = ((0, scaled._replace(stages=scaled.stages - 1) if deep else scaled),)
         else:
-            tiles = _prefill_tiles(outputs, inputs, split, gated)
+            tiles = prefill_tiles(outputs, inputs, split, gated)
         tiles = ((PACKED_ROWS, prefill), *(entry for entry in tiles if not entry[1].has_blocks))
         return cls(packed.words, bias, outputs, inputs, split, tile, tile, tiles, VectorShape(4, 64, 4), packed)
 
@@ -109,13 +108,6 @@ class TiledProjection:
     def prefill_tile(self, rows: int) -> TileShape:
         """For a pass over so many rows with prompts."""
         return next(tile for most, tile in self.prefill_tiles if rows <= most or not most)
-
-
-def _prefill_tiles(outputs: int, inputs: int, split: int, gated: bool) -> PrefillTiles:
-    """Of weights that are floats."""
-    wide = TileShape(128, 128, 64, 3 if split == 1 and not gated else 4, 8)
-    last = wide if outputs % 128 == 0 else TileShape(128, 64, 64, 3)
-    return (*MIXED_TILES.get((outputs, inputs), ()), (0, last))
 
 
 def _split(outputs: int, inputs: int, busy: int = BUSY_TILES, depth: int = 64) -> int:

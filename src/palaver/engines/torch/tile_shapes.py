@@ -34,6 +34,14 @@ class TileShape(NamedTuple):
         """Whether a program computes three blocks of 64 weights."""
         return self.outputs % 3 == 0
 
+    def suits(self, gated: bool) -> bool:
+        """Whether a product of this kind can have the tile: three blocks have as many weights whether gated or not."""
+        return not self.has_blocks or self.outputs * (2 if gated else 1) == BLOCK_WEIGHTS
+
+
+PrefillTiles = tuple[tuple[int, TileShape], ...]
+"""By the number of rows up to which each is taken; 0: for all others."""
+
 
 class VectorShape(NamedTuple):
     """How the product with a single row is divided."""
@@ -58,6 +66,8 @@ TILES: dict[tuple[int, int], TileShape] = {
     (151936, 1024): TileShape(ROWS, 64, 128, 3, 4, 1),
 }
 """By the numbers of outputs and inputs: what was quickest on an H200."""
+TUNED_GATED = frozenset({(12288, 4096), (3072, 1024)})
+"""Those of them that were tuned as products of gate and up; the others were tuned as products that are not gated."""
 FEW_TILES: dict[tuple[int, int], TileShape] = {
     (6144, 4096): TileShape(FEW_ROWS, 64, 128, 5, 4, 1),
     (12288, 4096): TileShape(FEW_ROWS, 64, 64, 4, 4, 1),
@@ -68,7 +78,7 @@ FEW_TILES: dict[tuple[int, int], TileShape] = {
     (151936, 1024): TileShape(FEW_ROWS, 64, 64, 6),
 }
 """The same for at most FEW_ROWS rows; other sizes have the tile of all decode steps."""
-MIXED_TILES: dict[tuple[int, int], tuple[tuple[int, TileShape], ...]] = {
+MIXED_TILES: dict[tuple[int, int], PrefillTiles] = {
     (6144, 4096): (
         (128, TileShape(64, 64, 64, 6)),
         (256, TileShape(64, 192, 64, 6)),
@@ -100,7 +110,7 @@ MIXED_TILES: dict[tuple[int, int], tuple[tuple[int, TileShape], ...]] = {
     ),
     (1024, 3072): ((512, TileShape(64, 64, 128, 4)), (0, TileShape(64, 128, 64, 5, 8))),
 }
-"""The same for passes with prompts: up to how many rows each; 0: for all."""
+"""The same for passes with prompts. Tiles of three blocks suit one kind of product only: see `prefill_tiles`."""
 VECTORS: dict[tuple[int, int], VectorShape] = {
     (6144, 4096): VectorShape(4, 4096, 8),
     (4096, 4096): VectorShape(8, 2048, 8),
@@ -230,8 +240,9 @@ class ProductShape:
 
     def is_tuned_for(self, limits: DeviceLimits) -> bool:
         """Whether the tables hold the quickest tiles on this device."""
-        known = self.weights == "bfloat16" and (self.outputs, self.inputs) in TILES
-        return known and limits.name == TUNED_DEVICE
+        sizes = self.outputs, self.inputs
+        known = sizes in TILES and self.gated == (sizes in TUNED_GATED)
+        return known and self.weights == "bfloat16" and limits.name == TUNED_DEVICE
 
     def shared_memory(self, tile: TileShape, limits: DeviceLimits) -> int:
         """The bytes that a program takes, at most."""
@@ -268,8 +279,16 @@ class ProductShape:
         )
 
     def _allows_blocks(self, tile: TileShape) -> bool:
-        weights = tile.outputs * (2 if self.gated else 1)
-        return self.has_prompts and self.is_plain and self.split == 1 and weights == BLOCK_WEIGHTS
+        return self.has_prompts and self.is_plain and self.split == 1 and tile.suits(self.gated)
+
+
+def prefill_tiles(outputs: int, inputs: int, split: int, gated: bool) -> PrefillTiles:
+    """Of passes with prompts, for weights that are floats: those of the table that suit the kind of the product, and a
+    default for the other numbers of rows."""
+    wide = TileShape(128, 128, 64, 3 if split == 1 and not gated else 4, 8)
+    last = wide if outputs % 128 == 0 else TileShape(128, 64, 64, 3)
+    tuned = MIXED_TILES.get((outputs, inputs), ())
+    return (*(entry for entry in tuned if entry[1].suits(gated)), (0, last))
 
 
 def fit_tile(tile: TileShape, product: ProductShape, limits: DeviceLimits) -> TileShape:
