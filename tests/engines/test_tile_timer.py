@@ -48,7 +48,9 @@ NEEDS_GPU = pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
 H200 = DeviceLimits("NVIDIA H200", (9, 0), 232448, 132)
 
 
-def build_model(hidden: int, intermediate: int, dtype: torch.dtype, layers: int = 2) -> StepModel:
+def build_model(
+    hidden: int, intermediate: int, dtype: torch.dtype, layers: int = 2, vocabulary: int = 300
+) -> StepModel:
     torch.manual_seed(1)
     config = transformers.Qwen3Config(
         hidden_size=hidden,
@@ -57,7 +59,7 @@ def build_model(hidden: int, intermediate: int, dtype: torch.dtype, layers: int 
         num_attention_heads=2,
         num_key_value_heads=1,
         head_dim=64,
-        vocab_size=300,
+        vocab_size=vocabulary,
         max_position_embeddings=256,
         tie_word_embeddings=False,
         eos_token_id=None,
@@ -169,6 +171,17 @@ def _check_bits(timer: ProductTimer, product: ProductShape, projection: Any) -> 
     for tile in tiles:
         for one, other in zip(timer.compute(product, tile), expected, strict=True):
             assert torch.equal(one, other), (product, tile)
+
+
+def test_all_products_that_are_summed_in_parts_have_room_for_their_sums() -> None:
+    model = build_model(1536, 192, torch.float32, layers=1, vocabulary=1000)
+    step, head = build_step(model), model.head
+    others = [one.outputs * one.split for one in model.layers[0].projections if one.split > 1]
+    sums = head.outputs * head.split
+    assert head.split > 1
+    assert sums > 2 * max(others)  # the small vocabulary of a wide model
+    assert step._partials.numel() >= sums * head.decode_tile(step.max_rows).rows
+    assert step._counters.numel() >= head.outputs // head.tile.outputs
 
 
 @pytest.mark.parametrize(("gated", "outputs"), [(False, 96), (True, 192)])

@@ -253,11 +253,9 @@ class DecoderStep:
         """Of the last step's logits and results."""
         self.lists = sampling_kernels.BlockLists(max_rows, model.head.outputs, self.device)
         """Of the last step's logits."""
-        shared_sums = (p.outputs * p.split for layer in self.layers for p in layer.projections if p.split > 1)
-        most = max(shared_sums, default=64)
         row_tiles = -(-self._short_rows // ROWS)
-        self._partials = torch.zeros(most * row_tiles * ROWS, device=self.device)
-        self._counters = torch.zeros(most // 64 * row_tiles, dtype=torch.int32, device=self.device)
+        self._partials = torch.zeros(model.partial_sums * row_tiles * ROWS, device=self.device)
+        self._counters = torch.zeros(model.partial_sums // 64 * row_tiles, dtype=torch.int32, device=self.device)
         packed = [one.packed for layer in self.layers for one in layer.linears if one.packed is not None]
         self._unpacked = model.embedding.new_zeros(max((one.outputs * one.inputs for one in packed), default=0))
         """The numbers of one layer's packed weights as floats, for products with many rows."""

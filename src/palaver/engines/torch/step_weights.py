@@ -334,6 +334,12 @@ class StepModel:
         return any(one.packed is not None for layer in self.layers for one in layer.linears)
 
     @property
+    def partial_sums(self) -> int:
+        """Sums of a row of the largest product whose inputs are summed in parts: outputs times parts."""
+        projections = [self.head, *(one for layer in self.layers for one in layer.projections)]
+        return max((one.outputs * one.split for one in projections if one.split > 1), default=64)
+
+    @property
     def experts(self) -> Experts | None:
         """Those of the first layer that has any; all such layers have the same sizes."""
         return next((layer.feed_forward for layer in self.layers if isinstance(layer.feed_forward, Experts)), None)
