@@ -55,10 +55,12 @@ def groups(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path / "groups"
 
 
-def write_group(folder: Path, limit: str, used: int, cache: int = 0) -> None:
+def write_group(folder: Path, limit: str, used: int, cache: int = 0, mapped: int = 0) -> None:
+    """`cache`: bytes of files that were not used lately; `mapped`: of files that were, such as mapped weights."""
     (folder / "memory.max").write_text(f"{limit}\n")
     (folder / "memory.current").write_text(f"{used}\n")
-    (folder / "memory.stat").write_text(f"anon {used - cache}\nfile {cache}\ninactive_file {cache}\n")
+    files = f"file {cache + mapped}\ninactive_file {cache}\nactive_file {mapped}\n"
+    (folder / "memory.stat").write_text(f"anon {used - cache - mapped}\n{files}")
 
 
 @pytest.mark.usefixtures("groups")
@@ -87,6 +89,11 @@ def test_a_control_group_limits_what_is_available(
 ) -> None:
     write_group(groups / group, limit, used, cache)
     assert available_bytes() == available
+
+
+def test_the_mapped_weights_of_an_evicted_model_are_available(groups: Path) -> None:
+    write_group(groups / "outer", str(8 * GIB), used=7 * GIB, cache=GIB, mapped=5 * GIB)
+    assert available_bytes() == 7 * GIB
 
 
 def test_the_tightest_control_group_counts(groups: Path) -> None:

@@ -40,13 +40,14 @@ def control_groups() -> Iterator[Path]:
 
 
 def _group_available() -> Iterator[int]:
-    """What each control group with a limit has available. Its cache of files that were not used lately counts as
-    available: the kernel drops it first."""
+    """What each control group with a limit has available. Its cache of files counts as available, as that of the
+    machine does: the kernel drops it before memory is short. Weights that were mapped are in the active part of it."""
     for folder in control_groups():
         with suppress(OSError, ValueError):  # "max", or no file at the root
             limit, used = (int((folder / name).read_text("utf-8")) for name in ("memory.max", "memory.current"))
             statistics = dict(line.split() for line in (folder / "memory.stat").read_text("utf-8").splitlines())
-            yield max(0, limit - used + int(statistics.get("inactive_file", 0)))
+            cached = sum(int(statistics.get(name, 0)) for name in ("active_file", "inactive_file"))
+            yield max(0, limit - used + cached)
 
 
 def return_large_blocks() -> None:
