@@ -114,7 +114,7 @@ class Hub:
         self.downloads: list[str] = []
         monkeypatch.setattr(huggingface_hub, "snapshot_download", self._download)
         monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **__: self._info())
-        monkeypatch.setattr(gguf, "total_memory", lambda: 64 * GB)
+        monkeypatch.setattr(gguf, "total_bytes", lambda: 64 * GB)
 
     def _info(self) -> Any:
         files = [SimpleNamespace(rfilename=name, size=size) for name, size in self.files.items()]

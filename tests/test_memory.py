@@ -11,7 +11,9 @@ import psutil
 import pytest
 
 import palaver.memory
-from palaver.memory import available_bytes
+from palaver.memory import available_bytes, total_bytes
+from palaver.models.gguf import find_in_folder
+from palaver.models.machine_fit import machine_fit
 
 GIB = 1 << 30
 THREADS, BLOCK_MB = 4, 26
@@ -45,8 +47,8 @@ done.set()
 
 @pytest.fixture
 def groups(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A machine with 64 GiB available, without limits. Returns the folder of its control groups."""
-    machine = type("Memory", (), {"available": 64 * GIB})
+    """A machine with 64 GiB, all of it available, without limits. Returns the folder of its control groups."""
+    machine = type("Memory", (), {"available": 64 * GIB, "total": 64 * GIB})
     monkeypatch.setattr(psutil, "virtual_memory", lambda: machine)
     monkeypatch.setattr(palaver.memory, "CONTROL_GROUPS", tmp_path / "groups")
     monkeypatch.setattr(palaver.memory, "MEMBERSHIP", tmp_path / "membership")
@@ -100,6 +102,30 @@ def test_the_tightest_control_group_counts(groups: Path) -> None:
     write_group(groups / "outer", str(16 * GIB), 12 * GIB)
     write_group(groups / "outer" / "inner", str(8 * GIB), GIB)
     assert available_bytes() == 4 * GIB
+
+
+@pytest.mark.parametrize(
+    ("outer", "inner", "total"),
+    [("max", "max", 64), (16 * GIB, "max", 16), (16 * GIB, 8 * GIB, 8), (500 * GIB, "max", 64)],
+)
+def test_a_container_is_as_large_as_its_tightest_limit(
+    groups: Path, outer: int | str, inner: int | str, total: int
+) -> None:
+    write_group(groups / "outer", str(outer), used=7 * GIB)
+    write_group(groups / "outer" / "inner", str(inner), used=GIB)
+    assert total_bytes() == total * GIB
+
+
+def test_models_are_chosen_for_the_container(groups: Path, tmp_path: Path) -> None:
+    for name, size in (("a-Q4_K_M.gguf", 5 * GIB), ("a-Q2_K.gguf", 3 * GIB)):
+        with (tmp_path / name).open("wb") as file:
+            file.truncate(size)
+    assert find_in_folder(tmp_path, "a").name == "a-Q4_K_M.gguf"
+    assert machine_fit(5 * GIB).fits
+    write_group(groups / "outer", str(4 * GIB), used=GIB)
+    assert find_in_folder(tmp_path, "a").name == "a-Q2_K.gguf"
+    assert not machine_fit(5 * GIB).fits
+    assert machine_fit(3 * GIB).fits
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="an option of glibc")

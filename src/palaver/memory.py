@@ -1,5 +1,5 @@
-"""The memory of this machine: how much is available, also by the limits of control groups, returning what a process no
-longer uses, and when Python looks for garbage."""
+"""The memory of this machine: how much there is and how much is available, also by the limits of control groups,
+returning what a process no longer uses, and when Python looks for garbage."""
 
 from __future__ import annotations
 
@@ -25,6 +25,15 @@ def available_bytes() -> int | None:
     return min((psutil.virtual_memory().available, *_group_available()))
 
 
+def total_bytes() -> int | None:
+    """The memory of the machine, or the smallest limit of its control groups; None if psutil is not installed."""
+    try:
+        import psutil
+    except ImportError:
+        return None
+    return min((psutil.virtual_memory().total, *_group_limits()))
+
+
 def control_groups() -> Iterator[Path]:
     """The folders of the control group (cgroup v2) of this process and of those above it; none where there are none."""
     try:
@@ -37,6 +46,12 @@ def control_groups() -> Iterator[Path]:
             yield folder
             if folder == CONTROL_GROUPS:
                 break
+
+
+def _group_limits() -> Iterator[int]:
+    for folder in control_groups():
+        with suppress(OSError, ValueError):  # "max", or no file at the root
+            yield int((folder / "memory.max").read_text("utf-8"))
 
 
 def _group_available() -> Iterator[int]:

@@ -13,6 +13,7 @@ from typing import Any
 
 from palaver.errors import UnknownModel
 from palaver.gguf import is_gguf, is_later_part
+from palaver.memory import total_bytes
 
 OLLAMA_PREFIX = "ollama:"
 MEMORY_SHARE = 0.8
@@ -101,7 +102,7 @@ def parts_of(first: str, names: Iterable[str]) -> list[str]:
 def choose(model: str, choices: Sequence[GGUFChoice], variant: str, memory: int | None) -> GGUFChoice:
     """The model with the wanted quantisation; if none is named, Q4_K_M or else the largest that fits the memory.
 
-    The memory is that of the machine, not what is free now: the choice is the same after a restart.
+    The memory is that of the machine or container, not what is free now: the choice is the same after a restart.
     """
     if not choices:
         raise UnknownModel(model, "it holds no GGUF file.")
@@ -133,7 +134,7 @@ def _is_named(choice: GGUFChoice, variant: str) -> bool:
 def find_in_folder(folder: Path, model: str, variant: str = "") -> Path:
     """The GGUF file of a folder. Raises UnknownModel."""
     sizes = {path.name: path.stat().st_size for path in folder.glob("*.gguf")}
-    return folder / choose(model, list_choices(sizes), variant, total_memory()).name
+    return folder / choose(model, list_choices(sizes), variant, total_bytes()).name
 
 
 def is_gguf_file(path: Path) -> bool:
@@ -207,15 +208,7 @@ def download(name: str, variant: str, sizes: Mapping[str, int], bar: Any = None)
 
 def files_to_download(name: str, variant: str, sizes: Mapping[str, int]) -> tuple[str, ...]:
     """The files of one model of a repository: its parts, of which the first comes first, and its projector."""
-    chosen = choose(name, list_choices(sizes), variant, total_memory())
+    chosen = choose(name, list_choices(sizes), variant, total_bytes())
     beside = [other for other in sizes if Path(other).parent == Path(chosen.name).parent]
     projector = choose_projector(chosen.name, beside)
     return (*parts_of(chosen.name, sizes), *(() if projector is None else (projector,)))
-
-
-def total_memory() -> int | None:
-    try:
-        import psutil
-    except ImportError:
-        return None
-    return psutil.virtual_memory().total

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from palaver.models import gguf
+from palaver.memory import total_bytes
 
 RUNTIME_FACTOR = 1.05
 """The memory of a running model over that of its weights."""
@@ -22,7 +22,7 @@ class MachineFit:
 
     needed_bytes: int
     memory_bytes: int
-    """What a model may take of the machine's memory."""
+    """What a model may take of the memory of the machine or container."""
     tokens_per_second: float
 
     @property
@@ -33,7 +33,7 @@ class MachineFit:
 def machine_fit(weights: int) -> MachineFit:
     """By the size of the weights. Each token reads all of them, so that the memory's bandwidth bounds the speed; of a
     mixture of experts each token reads less."""
-    memory = int((gguf.total_memory() or 0) * MEMORY_SHARE)
+    memory = int((total_bytes() or 0) * MEMORY_SHARE)
     speed = _EFFICIENCY * _memory_bandwidth() / max(1, weights)
     return MachineFit(int(weights * RUNTIME_FACTOR), memory, speed)
 
