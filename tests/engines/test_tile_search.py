@@ -174,6 +174,20 @@ def test_a_tile_that_does_not_fit_loses_stages() -> None:
     assert fit_tile(tile._replace(early=True), PRODUCT, rtx) == tile._replace(stages=5)
 
 
+@pytest.mark.parametrize("limits", DEVICES[1:], ids=lambda limits: limits.name.split()[-1])
+@pytest.mark.parametrize("gated", [False, True])
+def test_the_largest_blocks_are_for_devices_that_multiply_from_shared_memory(limits: DeviceLimits, gated: bool) -> None:
+    outputs = 96 if gated else 192
+    product = ProductShape(12288, 4096, 1, gated, "bfloat16", 1024)
+    largest = TileShape(256, outputs, 64, 4, 8)
+    tiles = [fit_tile(largest, product, limits), *candidates(product, START, limits)]
+    if limits.multiplies_shared:
+        assert tiles[0] == largest
+    else:
+        assert tiles[0] == TileShape(128, outputs, 64, 4 if limits.shared_memory > 150_000 else 3, 8)
+        assert max(tile.rows * tile.outputs * (1 + gated) // (32 * tile.warps) for tile in tiles) <= 128
+
+
 def test_of_quantised_weights_only_the_stages_are_searched() -> None:
     start = TileShape(128, 64, 64, 3, 8)
     for product in products((4096, 4096, 1, False), weights="uint8 by 128"):

@@ -167,7 +167,8 @@ MIN_STAGES = 2
 MAX_ACCUMULATORS = 128
 """Registers of a thread that hold sums."""
 MAX_BLOCK_ACCUMULATORS = 192
-"""The same where a program computes blocks: their sums are finished one after the other."""
+"""The same where a program computes blocks from shared memory: their sums are finished one after the other. Elsewhere
+operands are in registers, too."""
 RESERVED_SHARED = 1024
 """Bytes of shared memory that barriers may take beside the tiles."""
 
@@ -264,6 +265,7 @@ class ProductShape:
         prefill = self.has_prompts
         sums = (2 if self.gated else 1) * (2 if self.is_unpacked and self.period else 1)
         accumulators = tile.rows * tile.outputs * sums // (32 * max(1, tile.warps))
+        blocks = tile.has_blocks and limits.multiplies_shared
         return (
             tile.rows in ((64, 128, 256) if prefill else (ROWS, self.rows or ROWS))
             and (self._allows_blocks(tile) if tile.has_blocks else tile.outputs in (64, 128, 256))
@@ -273,7 +275,7 @@ class ProductShape:
             and 1 <= tile.stages <= MAX_STAGES
             and self.shared_memory(tile, limits) <= limits.shared_memory
             and (tile.warps == 4 or (tile.warps == 8 and (tile.outputs > 64 or not self.reads_floats)))
-            and accumulators <= (MAX_BLOCK_ACCUMULATORS if tile.has_blocks else MAX_ACCUMULATORS)
+            and accumulators <= (MAX_BLOCK_ACCUMULATORS if blocks else MAX_ACCUMULATORS)
             and 0 <= tile.distance <= (0 if prefill else limits.max_distance)
             and not (tile.early and (prefill or not limits.has_dependent_launch))
         )
@@ -296,13 +298,21 @@ def fit_tile(tile: TileShape, product: ProductShape, limits: DeviceLimits) -> Ti
     tile = tile._replace(
         distance=min(tile.distance, limits.max_distance), early=tile.early and limits.has_dependent_launch
     )
-    small = TileShape(64 if product.has_prompts else ROWS, 64, 64, 4)
-    for shape in (tile, small) if product.reads_floats else (tile,):
+    for shape in (tile, *_smaller_tiles(tile, product)):
         for stages in range(shape.stages, 0, -1):
             fitting = shape._replace(stages=stages)
             if product.allows(fitting, limits):
                 return fitting
     return tile
+
+
+def _smaller_tiles(tile: TileShape, product: ProductShape) -> Iterator[TileShape]:
+    """Those that a product starts from where the device does not allow its tile in any number of stages."""
+    if not product.reads_floats:
+        return
+    if product.has_prompts:
+        yield tile._replace(rows=tile.rows // 2)
+    yield TileShape(64 if product.has_prompts else ROWS, 64, 64, 4)
 
 
 def candidates(product: ProductShape, start: TileShape, limits: DeviceLimits) -> list[TileShape]:
