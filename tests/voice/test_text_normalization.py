@@ -32,6 +32,17 @@ DIGITS = "one two three four five six seven eight nine".split()
         ),
         ("1.5k of 10,000k", "one point five thousand of ten thousand thousand"),
         ("an 8B model for $5M, 5-10k", "an eight billion model for five million dollars, five to ten thousand"),
+        ("It cost $1.5M last year.", "It cost one point five million dollars last year."),
+        (
+            "€2.5B, £1.5 million, $0.5",
+            "two point five billion euros, one point five million pounds, zero point five dollars",
+        ),
+        (
+            "¥1.255 and $1,500.5k",
+            "one point two five five yen and one thousand five hundred point five thousand dollars",
+        ),
+        ("$5-10, $1.5-2M, €3-€4", "five to ten dollars, one point five to two million dollars, three to four euros"),
+        ("US$1.5M, US$1.99", "US one point five million dollars, US one dollar and ninety-nine cents"),
         ("x^2 <= 9, a/b, 3/4", "x to the power of two is at most nine, a slash b, three over four"),
         ("snake_case and **bold** and ~~gone~~", "snake case and bold and gone"),
         ("![a cat](cat.png) and <b>tags</b>", "a cat and tags"),

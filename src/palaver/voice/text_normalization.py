@@ -17,8 +17,11 @@ _DIGITS = r"\d+(?:,\d{3})+(?!\d)|\d+"
 _DATE = re.compile(r"\b(\d{4})-(\d{2})-(\d{2})\b")
 _TIME = re.compile(r"\b([01]?\d|2[0-3]):([0-5]\d)(?!\d|:)")
 _MONEY = re.compile(
-    rf"([$€£¥])\s?({_DIGITS})(?:\.(\d{{2}}))?(?!\d|\.\d)(?:\s(hundred|thousand|million|billion|trillion)\b)?"
+    rf"([$€£¥])\s?({_DIGITS})(?:\.(\d+))?(?!\d|\.\d)(?:\s(hundred|thousand|million|billion|trillion)\b)?"
 )
+_MONEY_RANGE = re.compile(rf"([$€£¥])\s?((?:{_DIGITS})(?:\.\d+)?)\s?[-–]\s?\1?(?=\d)")
+_JOINED_MONEY = re.compile(r"(?<=\w)(?=[$€£¥]\s?\d)")
+"""As in US$5."""
 _ORDINAL = re.compile(rf"\b({_DIGITS})(st|nd|rd|th)\b")
 _DECADE = re.compile(r"(?<![\w.,])(1[1-9]\d0|2\d\d0)['’]?s\b")
 _EXPONENT = re.compile(rf"(?<![\w.])(?<!\w-)((?:{_DIGITS})(?:\.\d+)?)[eE]\+?([-−]?\d{{1,3}})(?![\w-]|\.\d)")
@@ -71,9 +74,9 @@ def _spell_time(found: re.Match[str]) -> str:
 def _spell_money(found: re.Match[str]) -> str:
     whole, part = _CURRENCIES[found[1]]
     count = int(found[2].replace(",", ""))
-    if found[4]:
+    if found[4] or len(found[3] or "00") != 2:  # a number of dollars, and not dollars and cents
         number = f"{found[2]}.{found[3]}" if found[3] else found[2]
-        return f"{number} {found[4]} {_plural(whole, 2)}"
+        return " ".join(filter(None, (number, found[4], _plural(whole, 2))))
     words = f"{_spell_integer(found[2])} {_plural(whole, count)}"
     cents = int(found[3] or 0)
     return f"{words} and {_number_words(cents)} {_plural(part, cents)}" if cents and part else words
@@ -108,6 +111,8 @@ _NUMBER_RULES = (
     (_TIME, _spell_time),
     (_EXPONENT, lambda found: f"{found[1]} times 10 to the {found[2]}"),
     (_FACTOR, lambda found: f"{found[1]} {_FACTORS[found[2]]}"),
+    (_MONEY_RANGE, lambda found: f"{found[2]} to {found[1]}"),
+    (_JOINED_MONEY, lambda _: " "),
     (_MONEY, _spell_money),
     (_DECADE, _spell_decade),
     (_ORDINAL, _spell_ordinal),
