@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import httpx
+import pytest
 from playwright.sync_api import BrowserContext, Page, Route, expect
 
 from tests.web.conftest import Served, stored, text_of
@@ -268,6 +269,33 @@ def test_what_is_written_while_the_first_message_is_sent_stays(page: Page, sprou
     ended(page)
     expect(field).to_have_value("And what then?")
     page.reload()
+    ended(page)
+    expect(field).to_have_value("And what then?")
+
+
+@pytest.mark.parametrize("reaches_the_server", [True, False])
+def test_a_message_whose_request_was_cut_by_a_reload_is_sent_once(
+    page: Page, sprout: Served, reaches_the_server: bool
+) -> None:
+    """What was written meanwhile stays in the field."""
+    field, said = page.get_by_label("Message", exact=True), page.locator("article.user")
+    page.goto(sprout.url)
+    ask(page, "What is 4 + 5?")
+    ended(page)
+    held: list[Route] = []
+
+    def hold_response(route: Route) -> None:
+        held.append(route)
+        if reaches_the_server:
+            route.fetch()
+
+    page.route("**/say", hold_response)
+    with page.expect_request("**/say"):
+        ask(page, "What is 2 + 3?")
+    field.fill("And what then?")
+    page.unroute("**/say")
+    page.reload()
+    expect(said).to_have_count(2)
     ended(page)
     expect(field).to_have_value("And what then?")
 

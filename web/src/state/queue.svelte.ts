@@ -1,10 +1,10 @@
-// Messages that wait for the end of a reply, by conversation. The browser stores them until the server has.
+// Messages that wait for the end of a reply or are being sent, by conversation. The browser stores them until the server has.
 import type { Stored } from '../transport/types'
 import type { Draft } from './drafts'
 import { load, save } from './storage'
 
 export interface QueuedMessage extends Draft {
-  /** The leaf after which it was sent. */
+  /** Once it is sent, the leaf after which; empty for the first message. */
   after?: string
 }
 
@@ -20,18 +20,15 @@ class Queue {
     return Array.isArray(stored) ? stored.filter((one) => typeof one?.text === 'string' && Array.isArray(one.files)) : []
   }
 
-  /** Returns false if the browser's storage is full. */
-  add(conversation: string, message: Draft): boolean {
-    return this.#save(conversation, [...this.list(conversation), message])
+  /** Adds the message, or replaces the one with its key. Returns false if the browser's storage is full. */
+  put(conversation: string, message: QueuedMessage): boolean {
+    const messages = this.list(conversation)
+    const isNew = messages.every((one) => one.key !== message.key)
+    return this.#save(conversation, isNew ? [...messages, message] : messages.map((one) => (one.key === message.key ? message : one)))
   }
 
   remove(conversation: string, key: string): void {
     this.#save(conversation, this.list(conversation).filter((one) => one.key !== key))
-  }
-
-  /** Records the leaf after which a message was sent, so that a reloaded page does not send it twice. */
-  markSent(conversation: string, key: string, after: string): void {
-    this.#save(conversation, this.list(conversation).map((one) => (one.key === key ? { ...one, after } : one)))
   }
 
   /** Another tab changed the browser's storage. */
@@ -48,7 +45,7 @@ class Queue {
 
 export const queue = new Queue()
 
-/** Whether the branch contains this message already, because the page was closed while it was sent. */
+/** Whether the branch contains this message already, because the page was left while it was sent. */
 export function wasSent(message: QueuedMessage, path: readonly Stored[]): boolean {
   const next = path[path.findIndex((one) => one.id === message.after) + 1]
   const [part] = next?.parts ?? []
