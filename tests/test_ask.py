@@ -171,7 +171,7 @@ def test_the_server_is_asked_for_models_that_it_has(served: tuple[Path, str], ti
 
 
 def test_a_dead_server_is_passed_over(tmp_path: Path) -> None:
-    with announce_server(tmp_path, "http://127.0.0.1:1"):
+    with announce_server(tmp_path, "http://127.0.0.1:1", "a secret"):
         result = ask("What is 2 + 3?", *GREEDY, data=tmp_path)
     assert "5" in result.stdout, result.output
 

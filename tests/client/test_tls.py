@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from palaver.client.discovery import announce_server, find_server, leaf_certificate
+from palaver.client.discovery import announce_server, find_server, leaf_certificate, sign_nonce
 from palaver.client.errors import NoServer
 from palaver.client.http_chat import HttpChat
 
@@ -38,11 +38,12 @@ def made(folder: Path, name: str) -> Path:
 
 @asynccontextmanager
 async def serving(certificate: Path, received: dict[str, str]) -> AsyncIterator[str]:
-    """Something over TLS that answers every request with the same JSON."""
+    """Something over TLS that answers every request with the same JSON and the proof that it knows the secret."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        body = json.dumps(received)
+        request = await reader.readuntil(b"\r\n\r\n")
+        nonce = request.split()[1].decode().partition("?nonce=")[2]
+        body = json.dumps({**received, "proof": sign_nonce("a secret", received["instance"], nonce)})
         writer.write(f"HTTP/1.1 200 OK\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n{body}".encode())
         await writer.drain()
         writer.close()
@@ -61,7 +62,7 @@ async def test_a_server_is_found_by_the_certificate_it_announced(
     received: dict[str, str] = {}
     assert "PRIVATE" not in leaf_certificate(mine)
     async with serving(mine, received) as url:
-        with announce_server(tmp_path, url, certificate=leaf_certificate(mine)) as announcement:
+        with announce_server(tmp_path, url, "a secret", certificate=leaf_certificate(mine)) as announcement:
             received["instance"] = announcement.instance
             assert await find_server(tmp_path) == announcement
             async with HttpChat(announcement.url, verify=announcement.trust) as chat:
@@ -73,12 +74,12 @@ async def test_another_certificate_is_not_trusted(tmp_path: Path, certificates: 
     mine, other = certificates
     received: dict[str, str] = {}
     async with serving(other, received) as url:
-        with announce_server(tmp_path, url, certificate=leaf_certificate(mine)) as announcement:
+        with announce_server(tmp_path, url, "a secret", certificate=leaf_certificate(mine)) as announcement:
             received["instance"] = announcement.instance
             assert await find_server(tmp_path) is None
             async with HttpChat(announcement.url, "a secret", verify=announcement.trust) as chat:
                 with pytest.raises(NoServer):
                     await chat.model()
-        with announce_server(tmp_path, url) as announcement:
+        with announce_server(tmp_path, url, "a secret") as announcement:
             received["instance"] = announcement.instance
             assert await find_server(tmp_path) is None, "without a certificate the usual authorities decide"

@@ -10,10 +10,11 @@ from typing import Any
 import httpx
 import pytest
 
+from palaver.client.discovery import sign_nonce
 from palaver.engines.torch import TorchEngine
 from palaver.server.settings import ServerSettings
 from tests.server.chat_client import CHAT, SUM, chunks, complete, post
-from tests.server.live_server import ADMIN, LiveServer
+from tests.server.live_server import ADMIN, TOKEN, LiveServer
 
 
 def test_health_says_which_model_is_ready(http: httpx.Client) -> None:
@@ -22,6 +23,16 @@ def test_health_says_which_model_is_ready(http: httpx.Client) -> None:
     assert answer.json()["status"] == "ready"
     assert answer.json()["model"] == "sprout"
     assert http.get("/ready").json() == {"ready": True}
+
+
+def test_health_proves_that_it_is_of_the_data_folder(http: httpx.Client) -> None:
+    answer = http.get("/health").json()
+    assert "proof" not in answer
+    proven = http.get("/health", params={"nonce": "random"}).json()
+    assert proven == {**answer, "proof": sign_nonce(TOKEN, answer["instance"], "random")}
+    proxied = http.get("/health", params={"nonce": "random"}, headers={"via": "1.1 proxy"}).json()
+    assert proxied == {name: proven[name] for name in ("status", "instance", "proof")}
+    assert http.get("/health", params={"nonce": "x" * 65}).status_code == 400
 
 
 def ready(http: httpx.Client) -> tuple[int, str, float]:

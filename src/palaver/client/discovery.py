@@ -1,10 +1,13 @@
 """Discovery of the user's own server: it announces itself by a private file in the data folder of its store.
 
-Only a user who can read the store finds its server, and never the server of another store.
+Only a user who can read the store finds its server, and never the server of another store. The server proves that it
+knows the secret before the secret is sent to it: another user's process may listen on the port of a dead server.
 """
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import ipaddress
 import json
 import os
@@ -12,12 +15,14 @@ import re
 import secrets
 import socket
 import ssl
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from enum import Enum, auto
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
@@ -27,6 +32,9 @@ HEALTH_TIMEOUT_S = 3.0
 
 TOKEN = "token"
 """The name of the token's file in the data folder."""
+
+MAX_NONCE = 64
+"""The length of the longest nonce that a server signs."""
 
 WRITE_TIMEOUT_S = 1.0
 """How long an empty token file counts as one that another process is about to write."""
@@ -38,7 +46,7 @@ class Announcement:
     pid: int
     instance: str
     """Identifies the server: another one may have taken over the port. Not secret."""
-    secret: str = ""
+    secret: str
     """The token in the data folder, which the server accepts as an administrator's key of the local user."""
     store: str = ""
     """The database's address without its password; empty for the folder's own database."""
@@ -46,6 +54,8 @@ class Announcement:
     """Its TLS certificate; empty without TLS."""
     host: str = ""
     """The machine or container, where the address means the same; empty in files of earlier versions."""
+    processes: str = ""
+    """The running system and its process namespace, where `pid` means the same; empty if that is not known."""
 
     @property
     def trust(self) -> ssl.SSLContext | bool:
@@ -55,18 +65,24 @@ class Announcement:
 
 @contextmanager
 def announce_server(
-    folder: Path, url: str, secret: str = "", store: str = "", certificate: str = ""
+    folder: Path, url: str, secret: str, store: str = "", certificate: str = ""
 ) -> Iterator[Announcement]:
-    """While entered, users who can read the folder find the server."""
-    announcement = Announcement(
-        url.rstrip("/"), os.getpid(), secrets.token_hex(8), secret, _address(store), certificate, _host()
-    )
+    """While entered, users who can read the folder find the server. It must answer `/health` with `sign_nonce`."""
+    instance, places = secrets.token_hex(8), (_host(), _processes())
+    announcement = Announcement(url.rstrip("/"), os.getpid(), instance, secret, _address(store), certificate, *places)
     path = _servers_folder(folder) / f"{announcement.instance}.json"
     _write(path, json.dumps(asdict(announcement)))
     try:
         yield announcement
     finally:
         path.unlink(missing_ok=True)
+
+
+def sign_nonce(secret: str, instance: str, nonce: str) -> str:
+    """Proves that a server knows the secret. The instance is part of the proof: all servers of a data folder have the
+    same secret, and another one's answer could be passed on."""
+    message = f"palaver health {instance} {nonce}".encode()
+    return hmac.new(secret.encode(), message, hashlib.sha256).hexdigest()
 
 
 def local_token(folder: Path) -> str:
@@ -117,6 +133,9 @@ async def find_server(folder: Path, store: str = "") -> Announcement | None:
         announcement = _read(path)
         if announcement is None or announcement.store != _address(store):
             continue
+        if _is_process_dead(announcement):
+            path.unlink(missing_ok=True)
+            continue
         health = await _check_health(announcement)
         if health is _Health.RUNNING:
             return announcement
@@ -131,6 +150,25 @@ def _host() -> str:
         return f"{socket.gethostname()} {os.readlink('/proc/self/ns/net')}"
     except OSError:
         return socket.gethostname()
+
+
+def _processes() -> str:
+    """The boot and the process namespace on Linux, else the host's name; empty if they are not known."""
+    if sys.platform != "linux":
+        return socket.gethostname()
+    try:
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+def _is_process_dead(announcement: Announcement) -> bool:
+    """Whether the server's process has ended, as far as that can be seen from this one."""
+    if not announcement.processes or announcement.processes != _processes():
+        return False
+    import psutil
+
+    return not psutil.pid_exists(announcement.pid)
 
 
 def _address(store: str) -> str:
@@ -179,9 +217,19 @@ def _read(path: Path) -> Announcement | None:
         status = path.stat()
         if os.name == "posix" and (status.st_uid != os.getuid() or status.st_mode & 0o077):
             return None
-        return Announcement(**json.loads(path.read_text()))
+        return _parse(json.loads(path.read_text()))
     except (OSError, ValueError, TypeError):
         return None
+
+
+def _parse(value: Any) -> Announcement | None:
+    """Ignores unknown names: the server may be newer. None without a secret, which no server could prove to know."""
+    if not isinstance(value, dict):
+        return None
+    known = {one.name: value[one.name] for one in fields(Announcement) if one.name in value}
+    if not all(isinstance(one, int if name == "pid" else str) for name, one in known.items()):
+        return None
+    return Announcement(**known) if known.get("secret") else None
 
 
 class _Health(Enum):
@@ -192,18 +240,22 @@ class _Health(Enum):
 
 
 async def _check_health(announcement: Announcement) -> _Health:
-    """Whether this server runs at its address. The secret is not sent: another process may listen there."""
+    """Whether this server runs at its address. The secret is not sent: another process may listen there. So the server
+    proves that it knows the secret."""
+    nonce = secrets.token_urlsafe(32)
     try:
         async with httpx.AsyncClient(timeout=HEALTH_TIMEOUT_S, trust_env=False, verify=announcement.trust) as client:
-            health = (await client.get(f"{announcement.url}/health")).json()
+            health = (await client.get(f"{announcement.url}/health", params={"nonce": nonce})).json()
     except httpx.ConnectError as error:
         return _Health.DEAD if _is_refused(error) else _Health.UNKNOWN
     except (httpx.HTTPError, httpx.InvalidURL, ssl.SSLError, ValueError):
         return _Health.UNKNOWN
-    instance = health.get("instance") if isinstance(health, dict) else None
-    if instance == announcement.instance:
-        return _Health.RUNNING
-    return _Health.DEAD if instance else _Health.UNKNOWN
+    instance, proof = (health.get("instance"), health.get("proof")) if isinstance(health, dict) else (None, None)
+    if instance != announcement.instance:
+        return _Health.DEAD if instance else _Health.UNKNOWN
+    expected = sign_nonce(announcement.secret, announcement.instance, nonce)
+    is_proven = isinstance(proof, str) and hmac.compare_digest(proof.encode(), expected.encode())
+    return _Health.RUNNING if is_proven else _Health.UNKNOWN
 
 
 def _is_refused(error: BaseException | None) -> bool:

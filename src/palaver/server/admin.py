@@ -8,25 +8,31 @@ import re
 from collections.abc import AsyncGenerator
 from contextlib import suppress
 from dataclasses import asdict
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from palaver import __version__
 from palaver.chat.interface import ModelCard, ModelState
+from palaver.client.discovery import MAX_NONCE, sign_nonce
 from palaver.errors import BadParameter, ModelNotOffered, PalaverError
 from palaver.server.anthropic.routes import model_value, models_page
 from palaver.server.auth import AdminDep, CallerDep
 from palaver.server.errors import NotSupported, error_body, speaks_anthropic
 from palaver.server.metrics import ServerStatus
+from palaver.server.settings import ServerSettings
 from palaver.server.sse import EventStream, encode_sse
 from palaver.server.state import ServerState, StateDep
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _POLL_SECONDS = 0.2
 _STATISTICS_SECONDS = 1.0
+_PROOF = (
+    "if `nonce` was sent: the HMAC-SHA256, in hexadecimal digits, of `palaver health INSTANCE NONCE`; "
+    "the key is the token in the server's data folder"
+)
 
 
 class Health(BaseModel):
@@ -34,11 +40,18 @@ class Health(BaseModel):
         description="ready: a reply can be made now; loading: a model loads or its engine starts again; failed: `note` "
         "says why; none: no model is loaded"
     )
-    model: str
+    model: Annotated[str, Field(description="without a key, there are only `status`, `instance` and `proof`")] = ""
     progress: float | None = Field(None, description="from 0 to 1 while a model loads, where that is known")
     note: str = ""
     version: str = __version__
     instance: str = ""
+    proof: Annotated[str, Field(description=_PROOF)] = ""
+
+
+NonceQuery = Annotated[
+    str,
+    Query(max_length=MAX_NONCE, description="random characters: the server proves that it knows the token"),
+]
 
 
 def is_public(path: str) -> bool:
@@ -60,15 +73,14 @@ class UnloadRequest(BaseModel):
 def router() -> APIRouter:
     routes = APIRouter(tags=["Operation"])
 
-    @routes.get("/health", response_model=Health)
-    async def health(request: Request, state: StateDep) -> Response:
+    @routes.get("/health", response_model=Health, responses={503: {"model": Health}})
+    async def health(request: Request, state: StateDep, nonce: NonceQuery = "") -> Response:
         """Whether a reply can be generated now: 200, or 503 with the reason. Without a key, the status only."""
         now = await _current_health(state)
         status = 200 if now.status == ModelState.READY else 503
-        value = {**now.model_dump(), "instance": state.settings.instance}
-        if request.state.caller is None:
-            value = {"status": value["status"], "instance": value["instance"]}
-        return JSONResponse(value, status)
+        identity = _identity(state.settings, nonce)
+        value = now.model_dump(exclude={"proof"}) if request.state.caller is not None else {"status": now.status}
+        return JSONResponse({**value, **identity}, status)
 
     @routes.get("/ready")
     async def ready(state: StateDep) -> Response:
@@ -174,6 +186,14 @@ async def _current_health(state: ServerState) -> Health:
     if now.status != ModelState.READY or not (failure := await state.database_probe.failure(state.service.store)):
         return now
     return now.model_copy(update={"status": ModelState.FAILED.value, "progress": None, "note": failure})
+
+
+def _identity(settings: ServerSettings, nonce: str) -> dict[str, str]:
+    """The server's instance. For a nonce also the proof that it knows the token in its data folder."""
+    identity = {"instance": settings.instance}
+    if nonce and settings.secret:
+        identity["proof"] = sign_nonce(settings.secret, settings.instance, nonce)
+    return identity
 
 
 def _health(card: ModelCard) -> Health:
