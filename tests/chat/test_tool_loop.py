@@ -21,7 +21,7 @@ from palaver.chat.service import Service
 from palaver.chat.tool_loop import DENIED, FORBIDDEN, SKIPPED, LoopLimits, server_calls
 from palaver.errors import BadParameter
 from palaver.messages import Role, Thinking, ToolCall, ToolResult, tool, user
-from palaver.store import DiskFull, LeaseLost, Locked, NotFound, ReplyStatus, StoredMessage, open_store
+from palaver.store import Disconnected, DiskFull, LeaseLost, Locked, NotFound, ReplyStatus, StoredMessage, open_store
 from palaver.store.tool_rounds import CallState, RoundState
 from palaver.tools.config import BadToolServer, ServerConfig
 from tests.chat import tool_kills
@@ -248,6 +248,34 @@ async def test_a_full_disk_delays_a_call_and_loses_no_result(
     await chat.decide_calls(reply.id, approve(round))
     assert (await next_reply(chat, round)).text == ANSWER
     assert not failures
+    assert recorded(tmp_path).count("call unchanged") == 1
+
+
+@pytest.mark.parametrize("write", ["begin", "record_result"])
+@pytest.mark.parametrize("new_lease", [False, True])
+async def test_a_call_whose_commit_was_not_confirmed_runs_once(
+    service: Service, chat: Chat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: str, new_lease: bool
+) -> None:
+    """PostgreSQL restarts between a commit and its confirmation; a long outage also costs the lease."""
+    reply = await send(chat, ["bad__unchanged"])
+    round = await wait_for_round(chat, reply.id)
+    rounds, failures = service.store.tool_rounds, [Disconnected("no confirmation")]
+    succeed, event_loop = getattr(rounds, write), asyncio.get_running_loop()
+
+    def fail_once_written(*arguments: Any) -> Any:
+        written = succeed(*arguments)
+        if failures:
+            assert written
+            if new_lease:
+                replacing = service.turns._replace_lease(service.turns.lease)
+                asyncio.run_coroutine_threadsafe(replacing, event_loop).result()
+            raise failures.pop()
+        return written
+
+    monkeypatch.setattr(rounds, write, fail_once_written)
+    monkeypatch.setattr(tool_loop, "RETRY_SECONDS", 0)
+    await chat.decide_calls(reply.id, approve(round))
+    assert (await next_reply(chat, round)).text == ANSWER
     assert recorded(tmp_path).count("call unchanged") == 1
 
 

@@ -43,6 +43,19 @@ def test_a_process_that_lost_its_call_does_not_record_over_the_next_run(store: S
     assert round.calls[0].result == "of the second run"
 
 
+def test_a_call_that_an_earlier_attempt_began_is_begun_again(store: Store) -> None:
+    rounds, reply = store.tool_rounds, call_tools(store, "demo__clock")
+    first, second = store.leases.open(), store.leases.open()
+    assert rounds.decide(reply, 0, True, None, "")
+    assert rounds.begin(first, reply, 0)
+    assert not rounds.begin(first, reply, 0)
+    assert not rounds.begin(second, reply, 0, [second.id])
+    assert rounds.begin(second, reply, 0, [first.id])
+    assert not rounds.record_result(first, reply, 0, "of the first lease", False)
+    assert rounds.record_result(second, reply, 0, "of the second lease", False)
+    assert not rounds.begin(second, reply, 0, [first.id, second.id])
+
+
 def test_the_result_of_a_call_that_was_considered_interrupted_is_used(store: Store) -> None:
     rounds, reply = store.tool_rounds, call_tools(store, "demo__clock")
     lease = store.leases.open()

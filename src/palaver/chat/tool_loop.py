@@ -25,7 +25,7 @@ from palaver.chat.turns import NewTurn
 from palaver.errors import BadParameter, PalaverError, ShuttingDown
 from palaver.media import BadMedia
 from palaver.messages import MediaPart, Part, Role, Text, ToolCall, tool
-from palaver.store import Blob, LeaseLost, NotFound, ReplySettings, StoredMessage, StoreError
+from palaver.store import Blob, Lease, LeaseLost, NotFound, ReplySettings, StoredMessage, StoreError
 from palaver.store.encoding import load_media, store_media
 from palaver.store.tool_rounds import ENDED, CallState, RoundCall, RoundState, ToolRound
 from palaver.store.tool_rules import Rule
@@ -251,8 +251,10 @@ class ToolLoop:
         """Runs one call: recorded as running before, with its result after."""
         key, lease = (round.reply_id, call.position), self._service.turns.lease
         try:
-            if not await self._record(self._rounds.begin, lease, *key):
+            begun = await self._begin(*key)
+            if begun is None:
                 return
+            lease = begun
             self._publish(owner, round)
             text, is_error, media = await self._result(owner, call)
             if call.edited is not None:
@@ -266,6 +268,20 @@ class ToolLoop:
             _log.exception("the result of a tool call was not recorded")
             with suppress(LeaseLost):  # the process that has the reply now asks about the call
                 await self._record(self._rounds.interrupt, lease, *key)
+
+    async def _begin(self, reply_id: str, position: int) -> Lease | None:
+        """Records that a call runs. Returns the lease under which it does; None if it must not run.
+
+        While the store fails, a commit may be made but not confirmed, and the lease may be replaced.
+        """
+        tried: list[str] = []
+
+        def begin() -> Lease | None:
+            lease, before = self._service.turns.lease, tuple(tried)
+            tried.append(lease.id)
+            return lease if self._rounds.begin(lease, reply_id, position, before) else None
+
+        return await self._record(begin)
 
     async def _record(self, write: Callable[P, T], *values: P.args, **named: P.kwargs) -> T:
         """Writes what a call does, and tries again while the store fails, as on a full disk: a result must not be

@@ -7,7 +7,7 @@ decision of the user runs it again.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
@@ -140,15 +140,21 @@ class ToolRounds:
             values = {"state": CallState.DENIED.value, "result": answer, "is_error": True}
         self._change(reply_id, position, (CallState.NEW,), values)
 
-    def begin(self, lease: Lease, reply_id: str, position: int) -> bool:
+    def begin(self, lease: Lease, reply_id: str, position: int, tried: Collection[str] = ()) -> bool:
         """Records that this process runs the call now. Returns False if it must not: another process does, or the round
-        was stopped."""
+        was stopped.
+
+        `tried`: the leases of earlier attempts, which failed; one of them may be committed all the same.
+        """
         values = {"state": CallState.RUNNING.value, "holder_id": lease.id, "started_at": current_time()}
         with self._database.write_transaction() as connection:
             query = select(tool_rounds.c.state).where(tool_rounds.c.message_id == reply_id).with_for_update()
             if connection.execute(query).scalar() != RoundState.OPEN.value:
                 return False
-            return _update_call(connection, reply_id, position, (CallState.APPROVED,), values)
+            begun = tool_calls.c.holder_id.in_(tried)
+            return _update_call(connection, reply_id, position, (CallState.APPROVED,), values) or _update_call(
+                connection, reply_id, position, (CallState.RUNNING,), values, begun
+            )
 
     def record_result(
         self, lease: Lease, reply_id: str, position: int, result: str, is_error: bool, media: tuple[Blob, ...] = ()
