@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sqlalchemy import delete
 
 from palaver.chat import tool_loop
 from palaver.chat.interface import CallDecision, Chat, Remember
@@ -21,7 +22,8 @@ from palaver.chat.service import Service
 from palaver.chat.tool_loop import DENIED, FORBIDDEN, SKIPPED, LoopLimits, server_calls
 from palaver.errors import BadParameter
 from palaver.messages import Role, Thinking, ToolCall, ToolResult, tool, user
-from palaver.store import Disconnected, DiskFull, LeaseLost, Locked, NotFound, ReplyStatus, StoredMessage, open_store
+from palaver.store import Disconnected, DiskFull, Lease, Locked, NotFound, ReplyStatus, StoredMessage, open_store
+from palaver.store.schema import holders
 from palaver.store.tool_rounds import CallState, RoundState
 from palaver.tools.config import BadToolServer, ServerConfig
 from tests.chat import tool_kills
@@ -279,28 +281,25 @@ async def test_a_call_whose_commit_was_not_confirmed_runs_once(
     assert recorded(tmp_path).count("call unchanged") == 1
 
 
-async def test_a_call_whose_lease_is_lost_is_not_tried_again(
-    service: Service, chat: Chat, monkeypatch: pytest.MonkeyPatch
+async def test_a_call_begins_under_a_new_lease_if_the_old_one_is_lost(
+    service: Service, chat: Chat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reply = await send(chat, ["bad__unchanged"])
     round = await wait_for_round(chat, reply.id)
-    rounds, interrupted = service.store.tool_rounds, asyncio.Event()
-    loop, attempts = asyncio.get_running_loop(), []
+    lost, begin, leases = service.turns.lease, service.store.tool_rounds.begin, []
 
-    def lose(*_: Any) -> None:
-        attempts.append("record_result")
-        raise LeaseLost
+    def record_lease(lease: Lease, *arguments: Any) -> bool:
+        leases.append(lease)
+        return begin(lease, *arguments)
 
-    def interrupt(*_: Any) -> None:
-        loop.call_soon_threadsafe(interrupted.set)
-        raise LeaseLost
-
-    monkeypatch.setattr(rounds, "record_result", lose)
-    monkeypatch.setattr(rounds, "interrupt", interrupt)
+    monkeypatch.setattr(service.store.tool_rounds, "begin", record_lease)
+    with service.store.database.write_transaction() as connection:
+        connection.execute(delete(holders).where(holders.c.id == lost.id))
     await chat.decide_calls(reply.id, approve(round))
-    async with asyncio.timeout(10):
-        await interrupted.wait()
-    assert attempts == ["record_result"]
+    assert (await next_reply(chat, round)).text == ANSWER
+    assert leases == [lost, service.turns.lease]
+    assert lost is not service.turns.lease
+    assert recorded(tmp_path).count("call unchanged") == 1
 
 
 @pytest.mark.parametrize("over_http", [False, True])

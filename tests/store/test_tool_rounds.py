@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+from sqlalchemy import delete
+
 from palaver.messages import ToolCall
-from palaver.store import ReplyEnding, ReplyStatus, Store
+from palaver.store import LeaseLost, ReplyEnding, ReplyStatus, Store
+from palaver.store.schema import holders
 from palaver.store.tool_rounds import CallState
 from tests.store.factories import SETTINGS, add_message, new_conversation
 
@@ -54,6 +58,17 @@ def test_a_call_that_an_earlier_attempt_began_is_begun_again(store: Store) -> No
     assert not rounds.record_result(first, reply, 0, "of the first lease", False)
     assert rounds.record_result(second, reply, 0, "of the second lease", False)
     assert not rounds.begin(second, reply, 0, [first.id, second.id])
+
+
+def test_a_process_without_a_lease_begins_no_call(store: Store) -> None:
+    rounds, reply = store.tool_rounds, call_tools(store, "demo__clock")
+    lease = store.leases.open()
+    assert rounds.decide(reply, 0, True, None, "")
+    with store.database.write_transaction() as connection:  # as another process does that takes the lease for dead
+        connection.execute(delete(holders).where(holders.c.id == lease.id))
+    with pytest.raises(LeaseLost):
+        rounds.begin(lease, reply, 0)
+    assert states(store, reply) == [CallState.APPROVED]
 
 
 def test_the_result_of_a_call_that_was_considered_interrupted_is_used(store: Store) -> None:

@@ -12,7 +12,7 @@ import logging
 import re
 from asyncio import to_thread
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
@@ -25,7 +25,7 @@ from palaver.chat.turns import NewTurn
 from palaver.errors import BadParameter, PalaverError, ShuttingDown
 from palaver.media import BadMedia
 from palaver.messages import MediaPart, Part, Role, Text, ToolCall, tool
-from palaver.store import Blob, Lease, LeaseLost, NotFound, ReplySettings, StoredMessage, StoreError
+from palaver.store import Blob, Lease, NotFound, ReplySettings, StoredMessage, StoreError
 from palaver.store.encoding import load_media, store_media
 from palaver.store.tool_rounds import ENDED, CallState, RoundCall, RoundState, ToolRound
 from palaver.store.tool_rules import Rule
@@ -266,8 +266,7 @@ class ToolLoop:
             raise
         except Exception:
             _log.exception("the result of a tool call was not recorded")
-            with suppress(LeaseLost):  # the process that has the reply now asks about the call
-                await self._record(self._rounds.interrupt, lease, *key)
+            await self._record(self._rounds.interrupt, lease, *key)
 
     async def _begin(self, reply_id: str, position: int) -> Lease | None:
         """Records that a call runs. Returns the lease under which it does; None if it must not run.
@@ -276,21 +275,22 @@ class ToolLoop:
         """
         tried: list[str] = []
 
-        def begin() -> Lease | None:
-            lease, before = self._service.turns.lease, tuple(tried)
+        def begin(lease: Lease) -> Lease | None:
+            before = tuple(tried)
             tried.append(lease.id)
             return lease if self._rounds.begin(lease, reply_id, position, before) else None
 
-        return await self._record(begin)
+        return await self._retry(lambda: self._service.turns.write_under_lease(begin))
 
     async def _record(self, write: Callable[P, T], *values: P.args, **named: P.kwargs) -> T:
+        return await self._retry(lambda: asyncio.shield(to_thread(write, *values, **named)))
+
+    async def _retry(self, write: Callable[[], Awaitable[T]]) -> T:
         """Writes what a call does, and tries again while the store fails, as on a full disk: a result must not be
         lost, and a call that can't be recorded must not run."""
         while True:
             try:
-                return await asyncio.shield(to_thread(write, *values, **named))
-            except LeaseLost:
-                raise
+                return await write()
             except StoreError as error:
                 _log.warning("a tool call waits for the store: %s", error)
             await asyncio.sleep(RETRY_SECONDS)

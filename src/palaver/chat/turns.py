@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapp
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
-from typing import NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 from weakref import WeakValueDictionary
 
 from palaver.chat.interface import ConversationChange
@@ -154,7 +154,7 @@ class Turns:
         self._key_locks: WeakValueDictionary[tuple[str, str], asyncio.Lock] = WeakValueDictionary()
         """By conversation and idempotency key: of two requests with one key, the second finds the turn of the first."""
         self._lease_lock = asyncio.Lock()
-        self._starts: set[asyncio.Task[StoredMessage]] = set()
+        self._starts: set[asyncio.Task[Any]] = set()
         self._started = asyncio.Event()
         self.closing = False
         """Whether new turns are refused."""
@@ -407,9 +407,18 @@ class Turns:
         if (turn := self._turns.get(id)) is not None and turn.log.ended:
             del self._turns[id]  # its log ends with the failed write: from now on the store is read
 
-    async def _shielded(self, starting: Coroutine[None, None, StoredMessage]) -> StoredMessage:
+    async def write_under_lease(self, write: Callable[[Lease], T]) -> T:
+        """Writes under the lease of this process, or under a new one if it was lost."""
+
+        async def under_lease() -> T:
+            async with self._start_lock.shared():
+                return await self._under_lease(write)
+
+        return await self._shielded(under_lease())
+
+    async def _shielded(self, work: Coroutine[None, None, T]) -> T:
         """Runs to its end even if the caller is cancelled: a reply that is stored also runs."""
-        task = asyncio.create_task(starting)
+        task = asyncio.create_task(work)
         self._starts.add(task)
         task.add_done_callback(self._starts.discard)
         return await asyncio.shield(task)

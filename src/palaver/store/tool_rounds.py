@@ -19,7 +19,7 @@ from palaver.messages import ToolCall
 from palaver.store.blobs import Blob
 from palaver.store.database import Database
 from palaver.store.encoding import decode_parts, encode_parts
-from palaver.store.leases import Lease, Leases
+from palaver.store.leases import Lease, Leases, check_lease
 from palaver.store.notifications import RoundStopped, notify
 from palaver.store.records import current_time, parse_time
 from palaver.store.schema import conversations, holders, message_blobs, messages, tool_calls, tool_rounds
@@ -142,12 +142,13 @@ class ToolRounds:
 
     def begin(self, lease: Lease, reply_id: str, position: int, tried: Collection[str] = ()) -> bool:
         """Records that this process runs the call now. Returns False if it must not: another process does, or the round
-        was stopped.
+        was stopped. Raises LeaseLost if the lease is lost: the call would be interrupted at once.
 
         `tried`: the leases of earlier attempts, which failed; one of them may be committed all the same.
         """
         values = {"state": CallState.RUNNING.value, "holder_id": lease.id, "started_at": current_time()}
         with self._database.write_transaction() as connection:
+            check_lease(connection, lease)
             query = select(tool_rounds.c.state).where(tool_rounds.c.message_id == reply_id).with_for_update()
             if connection.execute(query).scalar() != RoundState.OPEN.value:
                 return False
