@@ -22,7 +22,18 @@ from palaver.chat.service import Service
 from palaver.chat.tool_loop import DENIED, FORBIDDEN, SKIPPED, LoopLimits, server_calls
 from palaver.errors import BadParameter
 from palaver.messages import Role, Thinking, ToolCall, ToolResult, tool, user
-from palaver.store import Disconnected, DiskFull, Lease, Locked, NotFound, ReplyStatus, StoredMessage, open_store
+from palaver.store import (
+    Disconnected,
+    DiskFull,
+    Lease,
+    Locked,
+    NotFound,
+    ReplyStatus,
+    StoredMessage,
+    StoreError,
+    open_store,
+)
+from palaver.store.errors import Unreachable
 from palaver.store.schema import holders
 from palaver.store.tool_rounds import CallState, RoundState
 from palaver.tools.config import BadToolServer, ServerConfig
@@ -233,7 +244,12 @@ async def test_a_call_that_is_cancelled_before_its_first_step_runs_when_it_is_co
 
 @pytest.mark.parametrize("write", ["begin", "record_result"])
 async def test_a_full_disk_delays_a_call_and_loses_no_result(
-    service: Service, chat: Chat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: str
+    service: Service,
+    chat: Chat,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    write: str,
 ) -> None:
     reply = await send(chat, ["bad__unchanged"])
     round = await wait_for_round(chat, reply.id)
@@ -250,6 +266,51 @@ async def test_a_full_disk_delays_a_call_and_loses_no_result(
     await chat.decide_calls(reply.id, approve(round))
     assert (await next_reply(chat, round)).text == ANSWER
     assert not failures
+    assert recorded(tmp_path).count("call unchanged") == 1
+    waits = [one for one in caplog.messages if "waits for the store" in one]
+    assert len(waits) == 1, "an outage is reported once"
+
+
+@pytest.mark.parametrize("error", [Unreachable("The database can't be opened for writing."), DiskFull()])
+async def test_a_call_that_cannot_be_recorded_does_not_run_and_fails_its_round(
+    service: Service, chat: Chat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: StoreError
+) -> None:
+    """Errors that do not pass by themselves are not waited for, and a full disk not for ever."""
+    reply = await send(chat, ["bad__unchanged"])
+    round = await wait_for_round(chat, reply.id)
+    attempts: list[StoreError] = []
+
+    def refuse(*_: Any) -> None:
+        attempts.append(error)
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(service.store.tool_rounds, "begin", refuse)
+        patch.setattr(tool_loop, "OUTAGE_SECONDS", -1)
+        await chat.decide_calls(reply.id, approve(round))
+        failed = await wait_for_round(chat, reply.id, RoundState.FAILED)
+    assert (failed.error, attempts) == (str(error), [error])
+    assert "call unchanged" not in recorded(tmp_path)
+    await chat.continue_reply(reply.id)
+    assert (await next_reply(chat, round)).text == ANSWER
+    assert recorded(tmp_path).count("call unchanged") == 1
+
+
+async def test_a_result_that_cannot_be_recorded_interrupts_its_call(
+    service: Service, chat: Chat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reply = await send(chat, ["bad__unchanged"])
+    round = await wait_for_round(chat, reply.id)
+
+    def refuse(*_: Any) -> None:
+        raise StoreError("The database failed.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(service.store.tool_rounds, "record_result", refuse)
+        await chat.decide_calls(reply.id, approve(round))
+        assert (await wait_for_round(chat, reply.id)).calls[0].state is CallState.INTERRUPTED
+    await chat.decide_calls(reply.id, [CallDecision(0, False)])
+    assert results(await chat.path((await next_reply(chat, round)).id)) == [SKIPPED]
     assert recorded(tmp_path).count("call unchanged") == 1
 
 

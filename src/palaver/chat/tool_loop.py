@@ -10,6 +10,7 @@ import asyncio
 import json
 import logging
 import re
+import time
 from asyncio import to_thread
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
@@ -21,11 +22,12 @@ from weakref import WeakValueDictionary
 from palaver.chat.attachments import AttachmentReader
 from palaver.chat.interface import CallDecision, ConversationChange, Remember
 from palaver.chat.parameters import LOOP, OFFER
+from palaver.chat.turn_log import OUTAGE_SECONDS
 from palaver.chat.turns import NewTurn
 from palaver.errors import BadParameter, PalaverError, ShuttingDown
 from palaver.media import BadMedia
 from palaver.messages import MediaPart, Part, Role, Text, ToolCall, tool
-from palaver.store import Blob, Lease, NotFound, ReplySettings, StoredMessage, StoreError
+from palaver.store import Blob, Disconnected, DiskFull, Lease, Locked, NotFound, ReplySettings, StoredMessage
 from palaver.store.encoding import load_media, store_media
 from palaver.store.tool_rounds import ENDED, CallState, RoundCall, RoundState, ToolRound
 from palaver.store.tool_rules import Rule
@@ -170,11 +172,14 @@ class ToolLoop:
             except ShuttingDown:
                 pass  # the round stays open: the next process goes on
             except Exception as error:
-                if not isinstance(error, PalaverError):
-                    _log.exception("a loop of tool calls failed")
-                await to_thread(self._rounds.fail, reply_id, str(error) or type(error).__name__)
-                reply = await to_thread(self._service.store.messages.get, reply_id)
-                self._publish(await self._owner(reply), await self._get(reply_id))
+                await self._fail(reply_id, error)
+
+    async def _fail(self, reply_id: str, error: BaseException) -> None:
+        if not isinstance(error, PalaverError):
+            _log.error("a loop of tool calls failed", exc_info=error)
+        await to_thread(self._rounds.fail, reply_id, str(error) or type(error).__name__)
+        reply = await to_thread(self._service.store.messages.get, reply_id)
+        self._publish(await self._owner(reply), await self._get(reply_id))
 
     async def close(self) -> None:
         """Ends the calls that run: they are interrupted, and the next process asks about them."""
@@ -237,11 +242,13 @@ class ToolLoop:
         await to_thread(self._rules.save, owner, place, name, rule)
 
     def _start(self, owner: str, round: ToolRound, call: RoundCall) -> None:
-        """Runs a call in a task, and goes on once it has ended, also where it is cancelled before its first step."""
+        """Runs a call in a task, and goes on once it has ended, also where it is cancelled before its first step. The
+        round fails if the store refuses what the call does: it would be started again at once."""
 
-        def end(_: asyncio.Task[None]) -> None:
+        def end(task: asyncio.Task[None]) -> None:
             del self._calls[round.reply_id, call.position]
-            self._spawn(self.advance(round.reply_id))
+            error = None if task.cancelled() else task.exception()
+            self._spawn(self.advance(round.reply_id) if error is None else self._fail(round.reply_id, error))
 
         task = asyncio.create_task(self._run(owner, round, call))
         self._calls[round.reply_id, call.position] = task
@@ -249,12 +256,11 @@ class ToolLoop:
 
     async def _run(self, owner: str, round: ToolRound, call: RoundCall) -> None:
         """Runs one call: recorded as running before, with its result after."""
-        key, lease = (round.reply_id, call.position), self._service.turns.lease
+        key = (round.reply_id, call.position)
+        lease = await self._begin(*key)
+        if lease is None:
+            return
         try:
-            begun = await self._begin(*key)
-            if begun is None:
-                return
-            lease = begun
             self._publish(owner, round)
             text, is_error, media = await self._result(owner, call)
             if call.edited is not None:
@@ -286,13 +292,22 @@ class ToolLoop:
         return await self._retry(lambda: asyncio.shield(to_thread(write, *values, **named)))
 
     async def _retry(self, write: Callable[[], Awaitable[T]]) -> T:
-        """Writes what a call does, and tries again while the store fails, as on a full disk: a result must not be
-        lost, and a call that can't be recorded must not run."""
+        """Writes what a call does, and tries again while the disk is full, the database is locked or does not answer:
+        a result must not be lost, and a call that can't be recorded must not run."""
+        begun, waits = time.monotonic(), False
         while True:
             try:
-                return await write()
-            except StoreError as error:
-                _log.warning("a tool call waits for the store: %s", error)
+                written = await write()
+            except (DiskFull, Locked, Disconnected) as error:
+                if time.monotonic() - begun > OUTAGE_SECONDS:
+                    raise
+                if not waits:
+                    _log.warning("a tool call waits for the store: %s", error)
+                waits = True
+            else:
+                if waits:
+                    _log.warning("the store can be written again: a tool call goes on")
+                return written
             await asyncio.sleep(RETRY_SECONDS)
 
     async def _result(self, owner: str, call: RoundCall) -> tuple[str, bool, tuple[Blob, ...]]:
