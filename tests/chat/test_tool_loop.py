@@ -271,6 +271,27 @@ async def test_a_full_disk_delays_a_call_and_loses_no_result(
     assert len(waits) == 1, "an outage is reported once"
 
 
+async def test_a_full_disk_loses_no_sound_that_a_tool_returned(
+    service: Service, chat: Chat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reply = await send(chat, ["bad__sound"])
+    round = await wait_for_round(chat, reply.id)
+    put, failures = service.store.blobs.put, [DiskFull()]
+
+    def fail_at_first(data: bytes) -> str:
+        if failures:
+            raise failures.pop()
+        return put(data)
+
+    monkeypatch.setattr(service.store.blobs, "put", fail_at_first)
+    monkeypatch.setattr(tool_loop, "RETRY_SECONDS", 0)
+    await chat.decide_calls(reply.id, approve(round))
+    (call,) = (await wait_for_round(chat, reply.id, RoundState.DONE)).calls
+    assert (call.result, [blob.kind for blob in call.media]) == ("Listen.", ["audio"])
+    assert not failures
+    assert recorded(tmp_path).count("call sound") == 1
+
+
 @pytest.mark.parametrize("error", [Unreachable("The database can't be opened for writing."), DiskFull()])
 async def test_a_call_that_cannot_be_recorded_does_not_run_and_fails_its_round(
     service: Service, chat: Chat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: StoreError

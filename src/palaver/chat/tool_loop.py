@@ -321,12 +321,13 @@ class ToolLoop:
         except PalaverError as error:
             return str(error), True, ()
         texts, media = await to_thread(self._read_files, outcome.files)
+        stored = await self._record(store_media, media, self._service.store.blobs)
         text = "\n".join(one for one in (outcome.text, *texts) if one)
-        return text, outcome.is_error, media
+        return text, outcome.is_error, tuple(one for one in stored if isinstance(one, Blob))
 
-    def _read_files(self, files: Sequence[ToolFile]) -> tuple[list[str], tuple[Blob, ...]]:
-        """Checks the files of a result: the texts of documents, and the media, which are stored. A file that is
-        neither is named in a text."""
+    def _read_files(self, files: Sequence[ToolFile]) -> tuple[list[str], list[Part]]:
+        """Checks the files of a result: the texts of documents, and the media. A file that is neither is named in a
+        text."""
         texts: list[str] = []
         media: list[Part] = []
         for file in files:
@@ -339,8 +340,7 @@ class ToolLoop:
                 media.append(part)
             elif isinstance(part, Text):
                 texts.append(part.text.strip())
-        stored = store_media(media, self._service.store.blobs)
-        return texts, tuple(one for one in stored if isinstance(one, Blob))
+        return texts, media
 
     async def _use_results(self, owner: str, reply: StoredMessage, round: ToolRound) -> None:
         """Stores the results as messages, once, and starts the next reply, once."""
