@@ -271,6 +271,75 @@ async def test_a_full_disk_delays_a_call_and_loses_no_result(
     assert len(waits) == 1, "an outage is reported once"
 
 
+class FullDisk:
+    def __init__(self) -> None:
+        self.is_full = True
+        self.waits = asyncio.Event()
+        """Set when a result waits for the disk."""
+
+
+@pytest.fixture
+async def full_disk(service: Service, monkeypatch: pytest.MonkeyPatch) -> FullDisk:
+    """No result can be recorded until the disk is freed."""
+    disk, succeed = FullDisk(), service.store.tool_rounds.record_result
+    event_loop = asyncio.get_running_loop()
+
+    def fail_while_full(*arguments: Any) -> bool:
+        if disk.is_full:
+            event_loop.call_soon_threadsafe(disk.waits.set)
+            raise DiskFull
+        return succeed(*arguments)
+
+    monkeypatch.setattr(service.store.tool_rounds, "record_result", fail_while_full)
+    monkeypatch.setattr(tool_loop, "RETRY_SECONDS", 0.01)
+    return disk
+
+
+async def test_a_stop_while_a_result_waits_for_the_disk_does_not_lose_it(
+    chat: Chat, tmp_path: Path, full_disk: FullDisk
+) -> None:
+    reply = await send(chat, ["bad__unchanged"])
+    round = await wait_for_round(chat, reply.id)
+    await chat.decide_calls(reply.id, approve(round))
+    async with asyncio.timeout(10):
+        await full_disk.waits.wait()
+    async with chat.changes() as changes:
+        await chat.stop_reply(reply.id)
+        stopped = await wait_for_round(chat, reply.id, RoundState.STOPPED)
+        assert stopped.calls[0].state is CallState.INTERRUPTED
+        full_disk.is_full = False
+        async with asyncio.timeout(10):
+            async for _ in changes:
+                shown = await wait_for_round(chat, reply.id, RoundState.STOPPED)
+                if shown.calls[0].state is CallState.DONE:
+                    break
+    await chat.continue_reply(reply.id)
+    following = await next_reply(chat, round)
+    assert results(await chat.path(following.id)) == ["as always"]
+    assert recorded(tmp_path).count("call unchanged") == 1
+
+
+async def test_a_stop_that_cannot_be_stored_leaves_the_call_running(
+    service: Service, chat: Chat, tmp_path: Path, full_disk: FullDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reply = await send(chat, ["bad__unchanged"])
+    round = await wait_for_round(chat, reply.id)
+    await chat.decide_calls(reply.id, approve(round))
+    async with asyncio.timeout(10):
+        await full_disk.waits.wait()
+
+    def refuse(_: str) -> bool:
+        raise DiskFull
+
+    monkeypatch.setattr(service.store.tool_rounds, "stop", refuse)
+    with pytest.raises(DiskFull):
+        await chat.stop_reply(reply.id)
+    full_disk.is_full = False
+    following = await next_reply(chat, round)
+    assert results(await chat.path(following.id)) == ["as always"]
+    assert recorded(tmp_path).count("call unchanged") == 1
+
+
 async def test_a_full_disk_loses_no_sound_that_a_tool_returned(
     service: Service, chat: Chat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -31,7 +31,7 @@ from palaver.store import Blob, Disconnected, DiskFull, Lease, Locked, NotFound,
 from palaver.store.encoding import load_media, store_media
 from palaver.store.tool_rounds import ENDED, CallState, RoundCall, RoundState, ToolRound
 from palaver.store.tool_rules import Rule
-from palaver.tools.servers import SEPARATOR, ServerTool, ToolFile
+from palaver.tools.servers import SEPARATOR, ServerTool, ToolFile, ToolOutcome
 from palaver.tools.toolbox import Toolbox, ToolPolicy, parse_policy, server_of
 
 if TYPE_CHECKING:
@@ -96,6 +96,8 @@ class ToolLoop:
         self.toolbox = toolbox
         self._limits = limits or LoopLimits()
         self._calls: dict[tuple[str, int], asyncio.Task[None]] = {}
+        self._returned: set[tuple[str, int]] = set()
+        """The calls whose tools have returned, and whose results are being recorded."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._closing = False
@@ -121,16 +123,17 @@ class ToolLoop:
         return await self._get(reply_id)
 
     async def stop(self, owner: str, reply_id: str) -> bool:
-        """Stops the round of a reply. Its servers are told to cancel the calls that run."""
-        self.cancel_calls(reply_id)
+        """Stops the round of a reply. Its servers are told to cancel the calls that run. If that can't be stored, they
+        go on: no call is left as running that does not run."""
         stopped = await to_thread(self._rounds.stop, reply_id)
+        self.cancel_calls(reply_id)
         if stopped:
             self._publish(owner, await self._get(reply_id))
         return stopped
 
     def cancel_calls(self, reply_id: str) -> None:
-        """Cancels the calls of a reply that run in this process."""
-        for task in [task for (id, _), task in self._calls.items() if id == reply_id]:
+        """Cancels the calls of a reply that run in this process. Results that are known are still recorded."""
+        for task in [task for key, task in self._calls.items() if key[0] == reply_id and key not in self._returned]:
             if not task.cancelling():  # a second time would cut the message that tells the server
                 task.cancel()
 
@@ -260,12 +263,12 @@ class ToolLoop:
         lease = await self._begin(*key)
         if lease is None:
             return
+        self._publish(owner, round)
         try:
+            outcome = await self._call_tool(owner, call)
+            self._returned.add(key)
+            await self._record_outcome(lease, round, call, outcome)
             self._publish(owner, round)
-            text, is_error, media = await self._result(owner, call)
-            if call.edited is not None:
-                text = EDITED.format(arguments=call.edited, result=text)
-            await self._record(self._rounds.record_result, lease, *key, text, is_error, media)
         except asyncio.CancelledError:
             if self._closing:
                 await to_thread(self._rounds.interrupt, lease, *key)
@@ -273,6 +276,8 @@ class ToolLoop:
         except Exception:
             _log.exception("the result of a tool call was not recorded")
             await self._record(self._rounds.interrupt, lease, *key)
+        finally:
+            self._returned.discard(key)
 
     async def _begin(self, reply_id: str, position: int) -> Lease | None:
         """Records that a call runs. Returns the lease under which it does; None if it must not run.
@@ -310,20 +315,26 @@ class ToolLoop:
                 return written
             await asyncio.sleep(RETRY_SECONDS)
 
-    async def _result(self, owner: str, call: RoundCall) -> tuple[str, bool, tuple[Blob, ...]]:
-        """The text, whether it is an error, and the media, which are stored."""
+    async def _call_tool(self, owner: str, call: RoundCall) -> ToolOutcome:
         try:
             arguments = _parse_arguments(call.edited or call.arguments or "{}", "arguments")
         except BadParameter:
-            return BAD_ARGUMENTS, True, ()
+            return ToolOutcome(BAD_ARGUMENTS, True)
         try:
-            outcome = await self.toolbox.call(owner, call.name, arguments)
+            return await self.toolbox.call(owner, call.name, arguments)
         except PalaverError as error:
-            return str(error), True, ()
+            return ToolOutcome(str(error), True)
+
+    async def _record_outcome(self, lease: Lease, round: ToolRound, call: RoundCall, outcome: ToolOutcome) -> None:
+        """Records what a tool returned: its text with that of its documents, and its media, which are stored before."""
         texts, media = await to_thread(self._read_files, outcome.files)
         stored = await self._record(store_media, media, self._service.store.blobs)
         text = "\n".join(one for one in (outcome.text, *texts) if one)
-        return text, outcome.is_error, tuple(one for one in stored if isinstance(one, Blob))
+        if call.edited is not None:
+            text = EDITED.format(arguments=call.edited, result=text)
+        blobs = tuple(one for one in stored if isinstance(one, Blob))
+        key = (round.reply_id, call.position)
+        await self._record(self._rounds.record_result, lease, *key, text, outcome.is_error, blobs)
 
     def _read_files(self, files: Sequence[ToolFile]) -> tuple[list[str], list[Part]]:
         """Checks the files of a result: the texts of documents, and the media. A file that is neither is named in a
