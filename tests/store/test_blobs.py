@@ -5,10 +5,13 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any, cast
 
 import fsspec
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from palaver.errors import BadParameter
 from palaver.messages import Image, Message, Role, Text
@@ -122,6 +125,40 @@ def test_two_servers_sweep_a_storage_at_once(monkeypatch: pytest.MonkeyPatch) ->
     other = RemoteBlobs(Path(), "memory://bucket/swept")
     interpose(monkeypatch, blobs._files, "modified", "before", lambda: removed.append(other.sweep(set(), grace=-60)))
     assert (blobs.sweep(set(), grace=-60), removed) == (0, [2])
+
+
+class ListingFileSystem(MemoryFileSystem):
+    """Remembers what it has listed, as s3fs does, and says the times of it."""
+
+    protocol = "listed"
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return str(MemoryFileSystem._strip_protocol(path.removeprefix("listed:/")))
+
+    def find(self, path: str, **options: Any) -> list[str]:
+        found: list[str] = super().find(path, **options)
+        for name in found:
+            self.dircache[name] = super().modified(name)
+        return found
+
+    def modified(self, path: str) -> datetime:
+        try:
+            return cast(datetime, self.dircache[path])
+        except KeyError:
+            return cast(datetime, super().modified(path))
+
+
+def test_an_object_that_is_put_after_a_sweep_has_listed_it_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    fsspec.register_implementation("listed", ListingFileSystem, clobber=True)
+    blobs = RemoteBlobs(Path(), "listed://bucket/listed")
+    digest = blobs.put(b"picture")
+    files = cast(MemoryFileSystem, blobs._files)
+    files.store[blobs._address(digest)].modified = datetime(1970, 1, 1, tzinfo=UTC)
+    other = RemoteBlobs(Path(), "memory://bucket/listed")
+    interpose(monkeypatch, files, "find", "after", lambda: other.put(b"picture"))
+    assert blobs.sweep(set()) == 0
+    assert blobs.get(digest) == b"picture"
 
 
 def test_a_changed_object_is_reported() -> None:

@@ -207,7 +207,8 @@ class RemoteBlobs(Blobs):
         try:
             from fsspec.core import url_to_fs
 
-            self._files, self._root = url_to_fs(url)
+            # the age of an object decides whether it is deleted: an earlier listing must not say it
+            self._files, self._root = url_to_fs(url, use_listings_cache=False)
         except ImportError:
             raise Unreachable("Media at a URL need a library: pip install 'palaver[s3]'.") from None
         except ValueError:
@@ -225,6 +226,8 @@ class RemoteBlobs(Blobs):
             yield from sorted(name for name in map(_last_part, self._files.find(self._root)) if len(name) == 64)
 
     def sweep(self, referenced: set[str], grace: float = GRACE_SECONDS) -> int:
+        """Deletes unreferenced blobs. Object storage can't look and delete at once: one that is put in the moment
+        between is lost."""
         cutoff = time.time() - grace
         removed = 0
         with _reach_storage():
