@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import threading
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -115,6 +116,39 @@ def test_two_servers_sweep_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert (blobs.sweep(set()), removed) == (0, [1])
     with pytest.raises(NotFound):
         blobs.get(digest)
+
+
+def test_two_sweeps_and_a_put_lose_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second sweep found the old file before the first one set it aside, and moves what is put afterwards."""
+    blobs, digest = old_blob(tmp_path)
+    found, may_move, moved = threading.Event(), threading.Event(), threading.Event()
+    replace, unlink = Path.replace, Path.unlink
+    second = threading.Thread(target=lambda: Blobs(tmp_path).sweep(set()))
+
+    def replace_later(path: Path, target: Path) -> Path:
+        if threading.current_thread() is not second or moved.is_set():
+            return replace(path, target)
+        found.set()
+        assert may_move.wait(10)
+        result = replace(path, target)
+        moved.set()
+        return result
+
+    def put_and_move(path: Path, missing_ok: bool = False) -> None:
+        if threading.current_thread() is not second:
+            blobs.put(b"picture")
+            may_move.set()
+            assert moved.wait(10)
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr(Path, "replace", replace_later)
+    monkeypatch.setattr(Path, "unlink", put_and_move)
+    second.start()
+    assert found.wait(10)
+    blobs.sweep(set())
+    second.join()
+    assert blobs.get(digest) == b"picture"
+    assert list(blobs.digests()) == [digest]
 
 
 def test_two_servers_sweep_a_storage_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -150,9 +150,11 @@ class Blobs:
 
     def _read(self, digest: str) -> bytes:
         path = self.path(digest)
-        for place in (path, _set_aside_path(path)):
+        with suppress(FileNotFoundError):
+            return path.read_bytes()
+        for aside in _set_aside_paths(path):
             with suppress(FileNotFoundError):
-                return place.read_bytes()
+                return aside.read_bytes()
         return path.read_bytes()  # sweep() may have put it back meanwhile
 
     def path(self, digest: str) -> Path:
@@ -176,27 +178,34 @@ class Blobs:
 def _sweep_file(path: Path, referenced: set[str], cutoff: float) -> bool:
     """Deletes a file that is old and not referenced. Returns whether it did.
 
-    The file is set aside before its age decides. put() touches files in their place alone: it either touched this one
-    before, which shows here, or does not find it and writes it again. A sweep that is interrupted between leaves the
-    file aside, where get() finds it; the next sweep deletes it or puts it back.
+    The file is set aside before its age decides, by a name of this sweep alone: of two sweeps the second does not find
+    it. put() touches files in their place alone: it either touched this one before, which shows here, or does not find
+    it and writes it again. A sweep that is interrupted between leaves the file aside, where get() finds it; the next
+    sweep deletes it or puts it back.
     """
-    if path.suffix == _SET_ASIDE:
-        aside, path = path, path.with_name(path.stem.removeprefix("."))
-    else:
-        if path.name in referenced or path.stat().st_mtime >= cutoff:
-            return False
-        aside = _set_aside_path(path)
-        path.replace(aside)
-    if path.name in referenced or aside.stat().st_mtime >= cutoff:
+    name = _original_name(path)
+    if path.name == name and (name in referenced or path.stat().st_mtime >= cutoff):
+        return False
+    aside = path.with_name(f".{name}.{secrets.token_hex(4)}{_SET_ASIDE}")
+    path.replace(aside)
+    if name in referenced or aside.stat().st_mtime >= cutoff:
         os.utime(aside)  # put() may have written it again: the newer time counts
-        aside.replace(path)
+        aside.replace(path.with_name(name))
         return False
     aside.unlink()
     return True
 
 
-def _set_aside_path(path: Path) -> Path:
-    return path.with_name(f".{path.name}{_SET_ASIDE}")
+def _original_name(path: Path) -> str:
+    """The name of a file, without what a sweep added that has set it aside."""
+    if path.suffix != _SET_ASIDE:
+        return path.name
+    name = path.stem.removeprefix(".")
+    return name.rpartition(".")[0] or name
+
+
+def _set_aside_paths(path: Path) -> list[Path]:
+    return [*path.parent.glob(f".{path.name}.*{_SET_ASIDE}")]
 
 
 class RemoteBlobs(Blobs):
