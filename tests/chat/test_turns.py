@@ -20,7 +20,7 @@ from palaver.errors import EngineError
 from palaver.events import AnswerDelta, Failed, Finished, Snapshot, Started, fold
 from palaver.formats.template import Template
 from palaver.generation import Finish
-from palaver.messages import assistant, user
+from palaver.messages import Text, assistant, user
 from palaver.store import DiskFull, NotFound, ReplyStatus, Store, StoredMessage, open_store
 from palaver.store.schema import replies, running
 from tests import media_files
@@ -561,19 +561,77 @@ async def test_a_fork_has_the_limit_of_the_continued_reply(tmp_path: Path, inste
         assert await read_length(chat, again.id) == (ReplyStatus.LENGTH, LIMIT), "a retry begins anew"
 
 
+def change_tokenizer(stage: Stage) -> None:
+    """The model in use has another tokenizer than that of the stored replies."""
+    with stage.service.store.database.write_transaction() as connection:
+        connection.execute(update(replies).values(tokenizer="another"))
+
+
+def count_given(stage: Stage, reply_id: str) -> int:
+    """The tokens that a reply began with."""
+    return sum(math.isnan(step.logprob) for step in stage.service.store.replies.tokens(reply_id))
+
+
+async def check_limits(stage: Stage, continued_id: str, limit: int = LIMIT) -> None:
+    """The reply has as many tokens as its limit after those that it began with, and as many again."""
+    given = count_given(stage, continued_id)
+    assert given > 0
+    assert await read_length(stage.chat, continued_id) == (ReplyStatus.LENGTH, given + limit)
+    await stage.chat.continue_reply(continued_id)
+    assert await read_length(stage.chat, continued_id) == (ReplyStatus.LENGTH, given + 2 * limit)
+
+
+LONG_REPLY = reply("no", "Another answer, with a long word and another one. " * 4)
+
+
 async def test_a_reply_that_reached_its_limit_is_continued_from_its_text_with_as_many_tokens(tmp_path: Path) -> None:
-    async with open_stage(tmp_path, [WAVE, OTHER]) as stage:
+    async with open_stage(tmp_path, [WAVE, LONG_REPLY]) as stage:
         limited = await reach_limit(stage.chat)
-        with stage.service.store.database.write_transaction() as connection:
-            connection.execute(update(replies).values(tokenizer="another"))
+        change_tokenizer(stage)
         continued = await stage.chat.continue_reply(limited.id)
         assert continued.id != limited.id
-        stored = stage.service.store.replies.tokens(continued.id)
-        given = sum(math.isnan(step.logprob) for step in stored)
-        assert given > 0
-        assert await read_length(stage.chat, continued.id) == (ReplyStatus.LENGTH, given + LIMIT)
-        await stage.chat.continue_reply(continued.id)
-        assert await read_length(stage.chat, continued.id) == (ReplyStatus.LENGTH, given + 2 * LIMIT)
+        await check_limits(stage, continued.id)
+
+
+async def test_a_stopped_reply_is_continued_from_its_text_with_its_limit(tmp_path: Path) -> None:
+    """It has more tokens than its limit, which it had reached and was continued."""
+    hold = asyncio.Event()
+    async with open_stage(tmp_path, [[*LONG_REPLY[:15], HoldScript(hold), *LONG_REPLY[15:]]]) as stage:
+        chat, limited = stage.chat, await reach_limit(stage.chat)
+        await chat.continue_reply(limited.id)
+        await read_until(chat, limited.id, 7)
+        await chat.stop_reply(limited.id)
+        assert (await read_length(chat, limited.id))[0] is ReplyStatus.STOPPED
+        hold.set()
+        change_tokenizer(stage)
+        await check_limits(stage, (await chat.continue_reply(limited.id)).id)
+
+
+async def test_a_reply_continued_from_its_text_has_the_limit_of_its_turn(tmp_path: Path) -> None:
+    async with open_stage(tmp_path, [WAVE, LONG_REPLY]) as stage:
+        conversation = await stage.chat.create_conversation(parameters={"max_tokens": 2 * LIMIT})
+        sent = await stage.chat.send_message(conversation.id, None, user("Wave!"), parameters={"max_tokens": LIMIT})
+        assert await read_length(stage.chat, sent.reply.id) == (ReplyStatus.LENGTH, LIMIT)
+        change_tokenizer(stage)
+        await check_limits(stage, (await stage.chat.continue_reply(sent.reply.id)).id)
+
+
+async def test_an_edited_reply_is_continued_with_the_limit_of_the_conversation(tmp_path: Path) -> None:
+    async with open_stage(tmp_path, [LONG_REPLY]) as stage:
+        limited = await reach_limit(stage.chat)
+        edited = await stage.chat.edit_message(limited.id, (Text("More tokens than the limit."),))
+        await check_limits(stage, (await stage.chat.continue_reply(edited.id)).id)
+
+
+async def test_the_limit_counts_after_the_response_prefix(tmp_path: Path) -> None:
+    async with open_stage(tmp_path, [LONG_REPLY]) as stage:
+        conversation = await stage.chat.create_conversation(parameters={"max_tokens": LIMIT})
+        parameters = {"response_prefix": "A few words before: "}
+        sent = await stage.chat.send_message(conversation.id, None, user("Wave!"), parameters=parameters)
+        await check_limits(stage, sent.reply.id)
+        stored = (await stage.chat.message(sent.reply.id)).reply
+        assert stored is not None
+        assert stored.settings.sampling.max_tokens == LIMIT
 
 
 async def test_a_reply_stopped_in_prefill_is_not_in_later_prompts(tmp_path: Path) -> None:

@@ -101,16 +101,18 @@ class Continuation:
     async def _from_text(
         self, model: Model, conversation: Conversation, reply: StoredMessage, key: str | None
     ) -> StoredMessage:
-        """Starts a sibling with the text of a reply whose tokens are not known."""
+        """Starts a sibling with the text of a reply whose tokens are not known. After that text it gets the limit of
+        the reply, or of the conversation if no model wrote the text."""
         path = await to_thread(self._store.messages.path, reply.parent_id) if reply.parent_id else ()
         prepared = await to_thread(self._requests.build, model, conversation, path, (), {})
         partial_reply = await to_thread(self._store.messages.load, reply)
         prompt = await to_thread(model.prompt, prepared.request, (), partial_reply)
         steps = prefill_steps(prompt.reply_ids)
-        request, settings = prepared.request, prepared.settings
-        if reply.reply is not None and reply.reply.status is ReplyStatus.LENGTH:
-            request = replace(request, sampling=extend_limit(settings.sampling, len(steps)))
-            settings = settings.extended_at(len(steps))
+        sampling = prepared.settings.sampling
+        if reply.reply is not None:
+            sampling = replace(sampling, max_tokens=reply.reply.settings.sampling.max_tokens)
+        request = replace(prepared.request, sampling=extend_limit(sampling, len(steps)))
+        settings = replace(prepared.settings, sampling=sampling).extended_at(len(steps))
         return await self._start_sibling(model, conversation, reply, request, settings, steps, key)
 
     async def _start_sibling(

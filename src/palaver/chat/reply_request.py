@@ -150,15 +150,18 @@ def _with_notice(offer: Mapping[str, Any], tool: str, why: str) -> dict[str, Any
 
 def _continue_partial(model: Model, prepared: PreparedRequest, partial: PartialReply | None) -> PreparedRequest:
     """The request for the rest of a partial reply, or of one that starts with a given text. Its limits count the new
-    tokens only."""
+    tokens only: `max_tokens` is stored as it was asked for, with the token from which it counts."""
     request, prompt = prepared.request, prepared.prompt
     if partial is not None:
         ids = partial.token_ids
         if ids and not partial.is_stored:
             check_token_ids(ids, model, request)
         prompt = model.prompt(request, ids, None if ids else partial.message)
-    sampling = offset_limits(request.sampling, len(prompt.reply_ids))
-    settings = replace(prepared.settings, sampling=sampling)
+    given = len(prompt.reply_ids)
+    sampling, settings = offset_limits(request.sampling, given), prepared.settings
+    if given:
+        stored_sampling = replace(sampling, max_tokens=request.sampling.max_tokens)
+        settings = replace(settings, sampling=stored_sampling).extended_at(given)
     if prompt.healing:
         request = replace(request, healing=prompt.healing, healing_at=prompt.healing_at)
         stored = {_HEALING_BYTES: prompt.healing.hex(), _HEALING_AT: prompt.healing_at}

@@ -85,12 +85,14 @@ class ReplySettings:
 
     @property
     def limit_from(self) -> int:
-        """The token count from which `max_tokens` counts: where the reply was continued after it had reached it."""
+        """The token count from which `max_tokens` counts: the tokens that the reply began with, or had when it was
+        continued after it had reached the limit."""
         tokens: int = self.options.get(_LIMIT_FROM, 0)
         return tokens
 
     def extended_at(self, tokens: int) -> ReplySettings:
-        """The settings of a reply that reached `max_tokens` and continues: it gets as many after these tokens."""
+        """The settings of a reply that gets `max_tokens` after these tokens: it begins with them, or had reached the
+        limit and continues."""
         return replace(self, options={**self.options, _LIMIT_FROM: tokens})
 
     def continued_by(self, fingerprint: str, tokens: int) -> ReplySettings:
