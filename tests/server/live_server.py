@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -60,9 +60,11 @@ class LiveServer:
         transcriber: str = "",
         toolbox: Toolbox | None = None,
         catalog: Catalog | None = None,
+        load_model: Callable[[str, ReportProgress], Awaitable[Model]] = sprout,
     ) -> None:
         """`catalog`: the models that are offered; sprout alone without one."""
         self._folder = folder
+        self._load_model = load_model
         self._catalog = catalog or Catalog(("sprout",))
         self._resume = resume
         self._transcriber = transcriber
@@ -111,7 +113,7 @@ class LiveServer:
         listening = socket.create_server(("127.0.0.1", 0))
         self.port = listening.getsockname()[1]
         with open_store(self._folder) as store:
-            models = ModelPool(sprout, self._catalog)
+            models = ModelPool(self._load_model, self._catalog)
             service = Service(store, models, resume=self._resume, transcriber=self._transcriber, toolbox=self._toolbox)
             async with service as self.service:
                 if self._model is not None:

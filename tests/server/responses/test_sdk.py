@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,12 @@ import pytest
 from openai.types.responses import Response
 from pydantic import BaseModel
 
+from palaver.chat.model import Model
+from palaver.engines.host.supervisor import ReportProgress
 from palaver.server.settings import ServerLimits, ServerSettings
+from tests.chat.scripted_service import WAVE
+from tests.chat.scripted_service import model as scripted_model
+from tests.scripted_engine import HoldScript
 from tests.server.live_server import LiveServer
 
 SUM = "What is 12 + 30?"
@@ -23,7 +30,20 @@ WEATHER: Any = {
     "strict": True,
 }
 REQUEST: dict[str, Any] = {"model": "sprout", "input": SUM, "temperature": 0}
-ENDLESS: dict[str, Any] = {"extra_body": {"min_tokens": 6000}}
+
+
+async def load_held(name: str, report: ReportProgress) -> Model:
+    """A model whose first reply goes on until it is stopped, however busy the machine is."""
+    return scripted_model([[*WAVE[:8], HoldScript(asyncio.Event())], WAVE], name)
+
+
+@pytest.fixture
+def held_client(tmp_path: Path) -> Iterator[openai.OpenAI]:
+    with (
+        LiveServer(tmp_path, load_model=load_held) as live,
+        openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0, timeout=60) as client,
+    ):
+        yield client
 
 
 class Sum(BaseModel):
@@ -170,23 +190,22 @@ def test_background(client: openai.OpenAI) -> None:
     assert response.output_text.endswith(" 42.")
 
 
-def test_cancel(client: openai.OpenAI) -> None:
-    response = client.responses.create(**REQUEST, background=True, **ENDLESS)
-    cancelled = client.responses.cancel(response.id)
+def test_cancel(held_client: openai.OpenAI) -> None:
+    response = held_client.responses.create(**REQUEST, background=True)
+    cancelled = held_client.responses.cancel(response.id)
     assert cancelled.status == "cancelled"
-    assert client.responses.cancel(response.id) == cancelled, "it stays as it is"
-    assert client.responses.retrieve(response.id) == cancelled
+    assert held_client.responses.cancel(response.id) == cancelled, "it stays as it is"
+    assert held_client.responses.retrieve(response.id) == cancelled
 
 
-def test_a_stream_ends_when_it_is_cancelled(client: openai.OpenAI) -> None:
-    events = []
-    with client.responses.create(**REQUEST, background=True, stream=True, **ENDLESS) as stream:
+def test_a_stream_ends_when_it_is_cancelled(held_client: openai.OpenAI) -> None:
+    events: list[Any] = []
+    with held_client.responses.create(**REQUEST, background=True, stream=True) as stream:
         for event in stream:
+            if event.type.endswith(".delta") and not any(one.type.endswith(".delta") for one in events):
+                assert events[0].type == "response.created"
+                held_client.responses.cancel(events[0].response.id)
             events.append(event)
-            if len(events) == 12:
-                first = events[0]
-                assert first.type == "response.created"
-                client.responses.cancel(first.response.id)
     last = events[-1]
     assert last.type == "response.incomplete"
     assert last.response.status == "cancelled"
@@ -203,11 +222,11 @@ def test_delete(client: openai.OpenAI) -> None:
     assert (gone.value.code, gone.value.param) == ("previous_response_not_found", "previous_response_id")
 
 
-def test_a_running_response_is_stopped_and_deleted(client: openai.OpenAI) -> None:
-    response = client.responses.create(**REQUEST, background=True, **ENDLESS)
-    client.responses.delete(response.id)
+def test_a_running_response_is_stopped_and_deleted(held_client: openai.OpenAI) -> None:
+    response = held_client.responses.create(**REQUEST, background=True)
+    held_client.responses.delete(response.id)
     with pytest.raises(openai.NotFoundError):
-        client.responses.cancel(response.id)
+        held_client.responses.cancel(response.id)
 
 
 def test_what_was_asked_for_is_listed(client: openai.OpenAI) -> None:
@@ -351,13 +370,13 @@ def test_errors_are_their_typed_exceptions(client: openai.OpenAI) -> None:
 
 def test_errors_of_keys_and_limits(tmp_path: Path) -> None:
     settings = ServerSettings(host="0.0.0.0", limits=ServerLimits(max_replies=1))
-    with LiveServer(tmp_path, settings) as live:
+    with LiveServer(tmp_path, settings, load_model=load_held) as live:
         store, url = live.service.store, f"{live.url}/v1"
         keys = [store.keys.add(store.users.ensure(name).id)[1] for name in ("ann", "bob")]
         ann, bob = (openai.OpenAI(base_url=url, api_key=key, max_retries=0) for key in keys)
         with pytest.raises(openai.AuthenticationError):
             openai.OpenAI(base_url=url, api_key="wrong", max_retries=0).responses.create(**REQUEST)
-        response = ann.responses.create(**REQUEST, background=True, **ENDLESS)
+        response = ann.responses.create(**REQUEST, background=True)
         with pytest.raises(openai.RateLimitError):
             ann.responses.create(**REQUEST)
         for call in (bob.responses.retrieve, bob.responses.cancel, bob.responses.delete):
