@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -99,6 +100,51 @@ async def test_a_turn_is_stopped_and_continued_at_the_other_server(place: StoreL
         await fronts.other.chat.continue_reply(reply)  # runs there now
         here, there = await asyncio.gather(*(read_entries(one.chat, reply) for one in (fronts.owner, fronts.other)))
         assert numbered(here) == numbered(there)
+        assert [token.token_id for token in await fronts.owner.chat.tokens(reply)] == WAVE
+
+
+@asynccontextmanager
+async def unsynced_stop(fronts: Pair) -> AsyncIterator[str]:
+    """A reply that was stopped. SQLite shows that to the other server before the disk has it, which the server of the
+    turn waits for until this is left."""
+    synced, stored = threading.Event(), fronts.owner.service.store.replies
+    end = stored.end
+
+    def end_slowly(*arguments: Any) -> Any:
+        ended = end(*arguments)
+        synced.wait(SECONDS)
+        return ended
+
+    stored.end = end_slowly  # type: ignore[method-assign, assignment]
+    reply = await start(fronts.owner.chat)
+    await read_until(fronts.owner.chat, reply, 2)
+    reader = asyncio.create_task(read_entries(fronts.other.chat, reply))
+    await fronts.other.chat.stop_reply(reply)
+    assert isinstance((await reader)[-1].event, Finished)
+    try:
+        yield reply
+    finally:
+        synced.set()
+
+
+async def test_a_turn_is_continued_at_the_other_server_while_its_ending_is_synced(place: StoreLocation) -> None:  # noqa: F811
+    async with two_fronts(place) as fronts:
+        async with unsynced_stop(fronts) as reply:
+            await fronts.other.chat.continue_reply(reply)
+            reader = asyncio.create_task(read_entries(fronts.owner.chat, reply))
+            there = await read_entries(fronts.other.chat, reply)
+        assert numbered(await reader) == numbered(there)
+        assert [token.token_id for token in await fronts.owner.chat.tokens(reply)] == WAVE
+
+
+async def test_a_turn_is_continued_at_its_server_while_its_ending_is_synced(place: StoreLocation) -> None:  # noqa: F811
+    async with two_fronts(place) as fronts:
+        async with unsynced_stop(fronts) as reply:
+            continuing = asyncio.create_task(fronts.owner.chat.continue_reply(reply))
+            await fronts.other.chat.message(reply)  # lets it begin
+        assert await status(fronts.owner.chat, (await continuing).id) is ReplyStatus.RUNNING
+        fronts.owner.hold.set()
+        await read_entries(fronts.owner.chat, reply)
         assert [token.token_id for token in await fronts.owner.chat.tokens(reply)] == WAVE
 
 

@@ -363,6 +363,7 @@ class LocalChat:
         return StartedReplies(conversation.id, tuple(stored), tuple(replies))
 
     async def continue_reply(self, reply_id: str, *, key: str | None = None) -> StoredMessage:
+        await self._turns.wait_ended(reply_id)
         reply = await self._get_reply(reply_id)
         if key is not None and (continued := await self._service.continuation.find_continued(reply, key)) is not None:
             return continued
@@ -665,6 +666,7 @@ class LocalChat:
 
     async def _model_and_reply(self, reply_id: str, wait: bool = True) -> tuple[Model | None, StoredMessage]:
         """The reply to follow, and the model that reads its tokens, if one is loaded."""
+        await self._turns.wait_ended(reply_id)
         if (turn := self._running_turn(reply_id)) is not None and turn.owner == self._owner:
             return self._reader_for(turn.reply), turn.reply
         reply = await self.message(reply_id)

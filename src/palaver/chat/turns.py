@@ -33,6 +33,7 @@ from palaver.store import (
     ReplyStatus,
     Store,
     StoredMessage,
+    StoreError,
     TokenCountMismatch,
 )
 from palaver.store.leases import LEASE_SECONDS
@@ -100,6 +101,8 @@ class Turn:
     task: asyncio.Task[None] | None = None
     has_calls: bool = False
     """Whether it ended with calls that Palaver runs, and this is stored."""
+    is_ending: bool = False
+    """Whether its ending is being written, or was."""
     ended_at: datetime | None = None
     """When it ended, as it is stored."""
     synced: asyncio.Task[None] | None = None
@@ -210,6 +213,16 @@ class Turns:
             return turn
         del self._turns[reply.id]
         return None
+
+    async def wait_ended(self, reply_id: str) -> None:
+        """Waits for a turn that has ended in the store but not here yet, as while the disk is synced: another process
+        may have continued the reply already."""
+        turn = self._turns.get(reply_id)
+        if turn is None or turn.task is None or turn.log.ended or not turn.is_ending:
+            return
+        with suppress(StoreError):
+            if await asyncio.to_thread(self._store.replies.holder, reply_id) != self._lease.id:
+                await asyncio.wait({turn.task})
 
     def has_pending_ending(self, reply_id: str) -> bool:
         """Whether the ending of the reply has not been written for certain."""
@@ -569,6 +582,7 @@ class Turns:
 
     async def _finish(self, turn: Turn, ending: Finished | Failed) -> Finished | Failed:
         """Writes the ending. If that fails it is written later; the tokens are committed already."""
+        turn.is_ending = True
         try:
             stored = self._with_calls(turn, _reply_ending(turn, ending))
         except Exception as error:  # the text can't be folded: only the tokens are stored
