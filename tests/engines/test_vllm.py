@@ -13,8 +13,8 @@ from pydantic import BaseModel, ValidationError, field_validator
 
 from palaver.engines.base import Capability
 from palaver.engines.core.token_stream import TokenRequest
-from palaver.engines.vllm.engine import _reason, needs_processor
-from palaver.engines.vllm.sampling_params import BAN, check_native, native_lacks, native_parameters
+from palaver.engines.vllm.engine import _reason
+from palaver.engines.vllm.sampling_params import BAN, check_native, native_lacks, native_parameters, needs_own_sampling
 from palaver.engines.vllm.startup_log import StartupLog, find_root_cause
 from palaver.errors import BadParameter
 from palaver.generation import Prompt
@@ -134,13 +134,13 @@ def test_lines_of_started_processes_are_recorded_and_still_written(capfd: pytest
 
 
 def test_greedy_tokens_need_no_processor_and_others_do() -> None:
-    assert not needs_processor(PROMPT, replace(GREEDY, max_tokens=5, stop=("a",), logprobs=2, top_p=0.5, seed=3))
-    assert needs_processor(PROMPT, Sampling())
-    assert needs_processor(PROMPT, replace(GREEDY, thinking_budget=3))
-    assert needs_processor(PROMPT, replace(GREEDY, min_tokens=3))
-    assert needs_processor(PROMPT, replace(GREEDY, repetition_penalty=1.1))
-    assert needs_processor(replace(PROMPT, healing=b"a"), GREEDY)
-    assert needs_processor(replace(PROMPT, answer_at=3), GREEDY)
+    assert not needs_own_sampling(PROMPT, replace(GREEDY, max_tokens=5, stop=("a",), logprobs=2, top_p=0.5, seed=3))
+    assert needs_own_sampling(PROMPT, Sampling())
+    assert needs_own_sampling(PROMPT, replace(GREEDY, thinking_budget=3))
+    assert needs_own_sampling(PROMPT, replace(GREEDY, min_tokens=3))
+    assert needs_own_sampling(PROMPT, replace(GREEDY, repetition_penalty=1.1))
+    assert needs_own_sampling(replace(PROMPT, healing=b"a"), GREEDY)
+    assert needs_own_sampling(replace(PROMPT, answer_at=3), GREEDY)
 
 
 def test_a_process_ends_with_the_engine_process_that_it_watches() -> None:

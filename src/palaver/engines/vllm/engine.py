@@ -31,7 +31,13 @@ from palaver.engines.core.token_stream import SourceDied, TokenRequest, TokenStr
 from palaver.engines.host.frames import EngineSpec
 from palaver.engines.vllm.adapter import lora_arguments
 from palaver.engines.vllm.media import engine_input, open_media
-from palaver.engines.vllm.sampling_params import check_native, common_parameters, native_lacks, native_parameters
+from palaver.engines.vllm.sampling_params import (
+    check_native,
+    common_parameters,
+    native_lacks,
+    native_parameters,
+    needs_own_sampling,
+)
 from palaver.engines.vllm.startup_log import StartupLog
 from palaver.engines.vllm.workers import SamplingWorkers
 from palaver.errors import BadParameter, BrokenModel, EngineError
@@ -49,11 +55,6 @@ MEDIA_ARGUMENTS: dict[str, Any] = {
     "mm_processor_cache_gb": 0,  # `MediaCache` has the items
     "mm_device_do_normalize": False,  # would ignore numbers that only the class of the processor has, not its files
 }
-FREE = frozenset(
-    "max_tokens stop stop_ids seed logprobs top_k top_p min_p typical_p top_a dynatemp_range dynatemp_exponent"
-    " xtc_probability xtc_threshold dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers".split()
-)
-"""Parameters that change nothing in the choice of a greedy token."""
 _WORKER_ERROR = re.compile(r"Worker failed with error ['\"](.+?)['\"], please check", re.DOTALL)
 
 
@@ -194,15 +195,6 @@ def describe(checkpoint: Checkpoint, config: Any, native: bool) -> EngineInfo:
     return replace(info, lacks=native_lacks(config.use_v2_model_runner)) if native else with_grammars(info)
 
 
-def needs_processor(prompt: Prompt, sampling: Sampling) -> bool:
-    """Whether a token may be another one than the likeliest: then Palaver's sampling has to choose it."""
-    if prompt.healing or prompt.answer_at is not None or prompt.phases.held is not None:
-        return True
-    neutral = Sampling(temperature=0)
-    names = set(Sampling.__dataclass_fields__) - FREE
-    return any(getattr(sampling, name) != getattr(neutral, name) for name in names)
-
-
 class VllmSource:
     """vLLM in this process and its children. Without `workers` vLLM's own sampler chooses the tokens."""
 
@@ -235,13 +227,13 @@ class VllmSource:
             check_native(prompt, sampling)
 
     async def prepare(self, request: TokenRequest) -> None:
-        if self._workers is not None and needs_processor(request.prompt, request.sampling):
+        if self._workers is not None and needs_own_sampling(request.prompt, request.sampling):
             parallel = self._llm.vllm_config.parallel_config
             await self._workers.start(parallel.world_size * parallel.data_parallel_size, self._info)
             await self._workers.register(request)
 
     async def stream(self, request: TokenRequest) -> AsyncGenerator[Prefilled | Step]:
-        workers = self._workers if needs_processor(request.prompt, request.sampling) else None
+        workers = self._workers if needs_own_sampling(request.prompt, request.sampling) else None
         try:
             async with aclosing(self._outputs(request, workers is not None)) as outputs:
                 first = True

@@ -1,6 +1,7 @@
 """What vLLM's own sampler can do of a request: its parameters, by name, and which ones it can't have.
 
-Used by the native mode and by servers elsewhere, which have no sampler but vLLM's."""
+Used by the native mode and by servers elsewhere, which have no sampler but vLLM's. In the exact mode it chooses greedy
+tokens alone (`needs_own_sampling`)."""
 
 from __future__ import annotations
 
@@ -28,6 +29,11 @@ ONLY_WITH_ANOTHER = frozenset(
     "dynatemp_exponent xtc_threshold dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers".split()
 )
 """Parameters without effect unless another one is set."""
+WITHOUT_EFFECT_ON_GREEDY = frozenset(
+    "max_tokens stop stop_ids seed logprobs top_k top_p min_p typical_p top_a dynatemp_range dynatemp_exponent"
+    " xtc_probability xtc_threshold dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers".split()
+)
+"""Parameters that change nothing in the choice of a greedy token."""
 VLLM_SAMPLER = "vLLM's own sampler"
 """The sampler's name in messages."""
 NO_SUCH_RULE = "{sampler} chooses the tokens here, and it has no such rule over a continued reply"
@@ -36,6 +42,15 @@ DRAWS_BY_POSITION = (
     "vLLM's newer model runner draws by seed and position, so that a sampled reply should go on as the uncut one, but"
     " this was never tried; greedy replies continue exactly"
 )
+
+
+def needs_own_sampling(prompt: Prompt, sampling: Sampling) -> bool:
+    """Whether a token may be another one than the likeliest: then Palaver's sampling has to choose it."""
+    if prompt.healing or prompt.answer_at is not None or prompt.phases.held is not None:
+        return True
+    neutral = Sampling(temperature=0)
+    names = set(Sampling.__dataclass_fields__) - WITHOUT_EFFECT_ON_GREEDY
+    return any(getattr(sampling, name) != getattr(neutral, name) for name in names)
 
 
 def native_lacks(draws_by_position: bool, sampler: str = VLLM_SAMPLER) -> dict[Capability, str]:
