@@ -79,6 +79,17 @@ async def test_what_is_not_understood(tmp_path: Path, line: str, shown: str) -> 
         assert shown in await session.do(line)
 
 
+@pytest.mark.parametrize(
+    "command",
+    ["/attach {}", "/import {}", "/save {}", "/export md {}", "/listen {}", "/voice save {}"],
+)
+async def test_a_file_in_the_home_folder_of_an_unknown_user(tmp_path: Path, command: str) -> None:
+    file = "~nobody-here/file"
+    async with open_session(tmp_path) as session:
+        await session.do("Hello")
+        assert await session.do(command.format(file)) == f"Can't find the home folder that {file} begins with."
+
+
 async def test_a_model_that_does_not_exist_leaves_the_current_one(tmp_path: Path) -> None:
     async with open_session(tmp_path) as session:
         shown = await session.do("/model test/missing")

@@ -119,6 +119,8 @@ def test_files_that_are_dropped_into_the_line(tmp_path: Path) -> None:
         "/help",
         "",
         "/" + "x" * 9999,
+        "~nobody-here",
+        f"{plain} ~nobody-here/a.png",
     )
     for line in others:
         assert parse_files(line) == []
@@ -133,7 +135,8 @@ def test_media_at_the_ends_of_a_line_are_attached_to_it(tmp_path: Path) -> None:
     assert split_media(f"'{spaced}' What's this?") == ([spaced], "What's this?")
     assert split_media(f"What's this? {escaped}") == ([spaced], "What's this?")
     assert split_media(f"{plain} {spaced.as_uri()} or {escaped} '{plain}'") == ([plain, spaced, spaced, plain], "or")
-    for line in (f"What does {plain} show?", f"{notes} says hello", "it's /missing.png", " a.png ", f"x{plain}", "'"):
+    others = (f"What does {plain} show?", f"{notes} says hello", "it's /missing.png", " a.png ", f"x{plain}", "'")
+    for line in (*others, "~ten", "~ten or ~12"):
         assert split_media(line) == ([], line)
 
 
@@ -160,6 +163,15 @@ async def test_two_slashes_send_the_name_of_a_file_as_text(tmp_path: Path) -> No
             assert sent is not None
             assert sent.parts == (Text(line),)
         assert "notes.txt will be sent with your next message" in await session.do(str(notes))
+
+
+async def test_a_word_that_begins_with_a_tilde_is_text(tmp_path: Path) -> None:
+    async with open_session(tmp_path, OTHER, OTHER) as session:
+        for line in ("~ten", "How far is ~ten miles, or ~12"):
+            await session.do(line)
+            sent = await session.session.cursor.last_message(Role.USER)
+            assert sent is not None
+            assert sent.parts == (Text(line),)
 
 
 @pytest.mark.parametrize(("terminal", "is_drawn"), [("xterm-kitty", True), ("xterm-256color", False)])

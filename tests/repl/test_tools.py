@@ -86,6 +86,7 @@ async def test_a_server_is_added_offered_and_its_calls_are_approved(tmp_path: Pa
         assert "○ bad" in await terminal.do("/tools off bad")
         assert "● bad" in await terminal.do("/tools on")
         assert "No tool server named" in await terminal.do("/tools on nothing")
+        assert "Can't find the home folder that ~nobody-here/x.json" in await terminal.do("/tools ~nobody-here/x.json")
         assert "No tools are offered" in await terminal.do("/tools remove bad")
 
 

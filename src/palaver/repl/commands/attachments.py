@@ -71,10 +71,13 @@ async def attach_bytes(session: Session, data: bytes, name: str) -> None:
 
 
 def parse_path(text: str) -> Path:
-    """The path that an argument names; `~` is the home folder. Raises RequestError if it is empty."""
+    """The path that an argument names; `~` is the home folder. Raises RequestError if there is none, or no text."""
     if not text:
         raise RequestError(strings.FILE_NEEDED)
-    return Path(text).expanduser()
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:  # an unknown user
+        raise RequestError(strings.NO_HOME.format(path=one_line(text))) from None
 
 
 def parse_files(text: str) -> list[Path]:
@@ -83,7 +86,7 @@ def parse_files(text: str) -> list[Path]:
     try:
         paths = [_dropped_path(word) for word in shlex.split(text)]
         return paths if all(path.is_absolute() and path.is_file() for path in paths) else []
-    except (ValueError, OSError):
+    except (ValueError, OSError, RequestError):
         return []
 
 
@@ -113,4 +116,4 @@ def _media_path(word: str) -> Path | None:
 
 
 def _dropped_path(word: str) -> Path:
-    return Path(unquote(word.removeprefix("file://")) if word.startswith("file:///") else word).expanduser()
+    return Path(unquote(word.removeprefix("file://"))) if word.startswith("file:///") else parse_path(word)

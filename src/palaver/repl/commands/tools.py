@@ -14,7 +14,7 @@ from palaver.errors import RequestError
 from palaver.messages import Role, ToolCall, ToolResult, tool
 from palaver.repl import strings
 from palaver.repl.command_table import ArgumentChoice, CommandGroup, complete_paths
-from palaver.repl.commands.attachments import attach_bytes
+from palaver.repl.commands.attachments import attach_bytes, parse_path
 from palaver.repl.reply_view import format_call, unanswered_calls
 from palaver.repl.text import format_count, one_line
 from palaver.sampling import OFF_WORDS
@@ -66,7 +66,7 @@ async def tools(session: Session, arguments: str) -> None:
             pass
         case _:
             await _check_support(session)
-            await session.cursor.set_parameters(tools=_read_tools(Path(arguments.strip()).expanduser()))
+            await session.cursor.set_parameters(tools=_read_tools(parse_path(arguments.strip())))
     await _show_tools(session)
 
 

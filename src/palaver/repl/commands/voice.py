@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from palaver.errors import RequestError
 from palaver.messages import Role
 from palaver.repl import strings
 from palaver.repl.command_table import CommandGroup, complete_paths, fixed_choices
-from palaver.repl.commands.attachments import read_file
+from palaver.repl.commands.attachments import parse_path, read_file
 from palaver.repl.input import StreamLineSource, TypedLine
 from palaver.repl.settings import parse_switch
 
@@ -65,7 +64,7 @@ async def _save(session: Session, name: str) -> None:
     reply = await session.cursor.last_message(Role.ASSISTANT)
     if reply is None or not reply.text.strip():
         raise RequestError(strings.VOICE_NOTHING)
-    path = Path(name or f"{reply.id}.wav").expanduser()
+    path = parse_path(name or f"{reply.id}.wav")
     samples = await session.wait_for(session.voice.synthesize(reply.text), strings.SPEAKING)
     await asyncio.to_thread(write_sound, path, samples)
     session.screen.note(strings.VOICE_SAVED.format(path=path))
