@@ -169,6 +169,7 @@ def test_aliases_are_written_and_the_rest_of_the_file_stays(tmp_path: Path) -> N
         ("[models.a]\nspeed = 1\n", "unknown option 'speed'"),
         ("[models.a]\nexact = 1\n", "exact must be a bool"),
         ('[models.a]\nadapter = "none"\n', "does not exist"),
+        ('[models.a]\nadapter = "~nobody-here/adapter"\n', "does not exist"),
         ("other = 1\n", "no setting 'other'"),
     ):
         file.write_text(wrong)

@@ -67,7 +67,7 @@ def test_a_folder_must_hold_a_model(tmp_path: Path) -> None:
         resolve_model(str(tmp_path / "empty"))
     with pytest.raises(UnknownModel, match="it is a file"):
         resolve_model(str(folder / "config.json"))
-    for name in ("nowhere", "./no/where", "~/no/where/at/all", "../a/b"):
+    for name in ("nowhere", "./no/where", "~/no/where/at/all", "~nobody-here", "~nobody-here/model:Q8_0", "../a/b"):
         with pytest.raises(UnknownModel, match="name a folder, a model of the hub"):
             resolve_model(name)
 
@@ -82,6 +82,19 @@ def test_a_training_configuration_names_the_folder_and_the_adapter(tmp_path: Pat
     assert resolve_model(str(path)) == ResolvedModel(
         base, adapter=adapter, output_folder=adapter, template_name="chatml", context_length=64
     )
+
+
+@pytest.mark.parametrize("name", ["~nobody-here/run.yml", "~nobody-here/run.yml@checkpoint-2"])
+def test_a_training_configuration_of_an_unknown_user(name: str) -> None:
+    with pytest.raises(UnknownModel, match="name a folder, a model of the hub"):
+        resolve_model(name)
+
+
+def test_a_base_model_of_an_unknown_user(tmp_path: Path) -> None:
+    path = tmp_path / "run.yml"
+    path.write_text("base_model: ~nobody-here/base\n")
+    with pytest.raises(UnknownModel, match="~nobody-here/base"):
+        resolve_model(str(path))
 
 
 def test_a_complete_snapshot_needs_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ message. Formats with a built-in system prompt are left out."""
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -68,7 +69,7 @@ def split_checkpoint(name: str) -> tuple[Path, str]:
     file, _, checkpoint = name.rpartition("@")
     if not file or not _CHECKPOINT.fullmatch(checkpoint):
         file, checkpoint = name, ""
-    return Path(file).expanduser(), checkpoint
+    return Path(os.path.expanduser(file)), checkpoint
 
 
 def list_checkpoints(path: Path) -> tuple[str, ...]:
@@ -209,7 +210,7 @@ def _datasets(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 def _find_path(path: Path, name: str) -> str | None:
     """Resolves a path relative to the working directory, then to the configuration's folder."""
-    value = Path(name).expanduser()
+    value = Path(os.path.expanduser(name))
     for candidate in (value, path.parent / value):
         if candidate.exists():
             return str(candidate)

@@ -185,7 +185,7 @@ def _entry(file: Path, name: str, value: Any) -> CatalogEntry:
 
 
 def _path(file: Path, text: str) -> Path:
-    return file.parent / Path(text).expanduser()
+    return file.parent / os.path.expanduser(text)
 
 
 def write_alias(file: Path, alias: str, target: str | None) -> None:

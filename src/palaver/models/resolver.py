@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -68,13 +69,13 @@ def find_gguf(name: str, report: ReportDownload | None = None, download: bool = 
     None if the name is that of a folder with config.json, or of a hub id with safetensors."""
     if name.startswith(gguf.OLLAMA_PREFIX):
         return gguf.find_ollama(name)
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     if path.is_file():
         return path if gguf.is_gguf_file(path) else None
     if name in embedded_models() or (path / "config.json").is_file():
         return None
     base, variant = (name, "") if path.is_dir() or ":" not in name else name.rsplit(":", 1)
-    folder = Path(base).expanduser()
+    folder = Path(os.path.expanduser(base))
     if folder.is_dir():
         return gguf.find_in_folder(folder, base, variant) if any(folder.glob("*.gguf")) else None
     return _find_hub_gguf(base, variant, report, download) if _is_hub_id(base) else None
@@ -124,7 +125,7 @@ def resolve_folder(
     """The folder of an embedded model, a folder or a hub id. Without `weights`, a hub id may lack safetensors."""
     if name in embedded_models():
         return _EMBEDDED / name
-    folder = Path(name).expanduser()
+    folder = Path(os.path.expanduser(name))
     if folder.is_dir():
         return _check_folder(folder, name)
     if folder.exists():
