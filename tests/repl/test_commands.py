@@ -203,6 +203,21 @@ async def test_quotes_around_a_title_are_not_part_of_it(tmp_path: Path, typed: s
         assert await session.do(f"/title {typed}") == f'Title: "{title}"'
 
 
+@pytest.mark.parametrize("command", ["/edit", "/edit inline"])
+async def test_an_edited_message_that_begins_with_a_slash_is_no_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    for name in ("VISUAL", "EDITOR"):
+        monkeypatch.delenv(name, raising=False)
+    async with open_session(tmp_path, OTHER, OTHER) as session:
+        await session.do("//delete")
+        await session.do(command)
+        line = session.session.initial_line
+        assert line is not None
+        await session.session.handle_line(TypedLine(f"{line.text} it", line.edited_id))
+        assert "1 You · 2 versions\n/delete it" in await session.do("/history")
+
+
 async def test_undo_says_where_it_went(tmp_path: Path) -> None:
     async with open_session(tmp_path) as session:
         await session.do("Wave!")

@@ -32,7 +32,7 @@ from rich.text import Text
 from palaver.chat.interface import ModelState
 from palaver.errors import PalaverError
 from palaver.repl import strings
-from palaver.repl.command_table import CommandCompleter
+from palaver.repl.command_table import CommandCompleter, escape_message
 from palaver.repl.commands.thinking import toggle
 from palaver.repl.input import DOUBLE_PRESS_SECONDS, KeyActions, LastMessage, ReplyDropped, TypedLine
 from palaver.repl.signals import handle_interrupt
@@ -240,7 +240,7 @@ def key_bindings(editing: EditState, stopped_at: Callable[[], float], on_toggle:
         """Puts the last message into the prompt to edit it."""
         assert editing.last is not None
         editing.edited_id = editing.last.id
-        event.current_buffer.insert_text(editing.last.text)
+        event.current_buffer.insert_text(escape_message(editing.last.text))
 
     @keys.add("up", filter=is_editing)
     def _(event: KeyPressEvent) -> None:

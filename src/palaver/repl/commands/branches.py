@@ -19,7 +19,7 @@ from palaver.errors import BadParameter, NothingToContinue, RequestError
 from palaver.messages import Role, Thinking, ToolCall, ToolResult
 from palaver.messages import Text as TextPart
 from palaver.repl import strings
-from palaver.repl.command_table import ArgumentChoice, CommandGroup, fixed_choices
+from palaver.repl.command_table import ArgumentChoice, CommandGroup, escape_message, fixed_choices
 from palaver.repl.input import TypedLine
 from palaver.repl.markdown import render_markdown
 from palaver.repl.reply_view import format_call, render_thinking
@@ -102,7 +102,7 @@ async def edit(session: Session, arguments: str) -> None:
     message = await _find_message(session, [one for one in words if one != "inline"])
     editor = os.environ.get("VISUAL") or os.environ.get("EDITOR")
     if "inline" in words or not editor or not session.lines.is_interactive:
-        session.initial_line = TypedLine(message.text, message.id)
+        session.initial_line = TypedLine(escape_message(message.text), message.id)
         return
     with session.lines.released():
         text = await edit_text(editor, message.text)

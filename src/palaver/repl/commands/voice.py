@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from palaver.errors import RequestError
 from palaver.messages import Role
 from palaver.repl import strings
-from palaver.repl.command_table import CommandGroup, complete_paths, fixed_choices
+from palaver.repl.command_table import CommandGroup, complete_paths, escape_message, fixed_choices
 from palaver.repl.commands.attachments import parse_path, read_file
 from palaver.repl.input import StreamLineSource, TypedLine
 from palaver.repl.settings import parse_switch
@@ -82,7 +82,7 @@ async def listen(session: Session, arguments: str) -> None:
     if isinstance(session.lines, StreamLineSource):
         session.screen.note(strings.HEARD.format(name=name, text=text))
     else:
-        session.initial_line = TypedLine(text)
+        session.initial_line = TypedLine(escape_message(text))
 
 
 def _by_name(voice: VoiceSettings) -> str:
