@@ -8,7 +8,7 @@ import json
 import re
 import shutil
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from palaver.errors import RequestError
@@ -35,6 +35,8 @@ _SUFFIXES = {"markdown": ".md", "tree": ".json", "sharegpt": ".jsonl"}
 _MAX_SKIPPED = 10
 """Parts of an imported file that could not be imported and are listed."""
 _CLIPBOARD_COMMANDS = (["wl-copy"], ["xclip", "-selection", "clipboard"], ["pbcopy"], ["clip.exe"])
+_CLIPBOARD_SECONDS = 5
+"""After that time the next program is tried."""
 
 
 @commands.command("save", choices=complete_paths)
@@ -114,22 +116,33 @@ async def copy(session: Session, arguments: str) -> None:
     if not text:
         missing = {"thought": strings.NO_THOUGHT, "code": strings.NO_CODE_TO_COPY}
         raise RequestError(missing.get(arguments.strip(), strings.NOTHING_TO_COPY))
-    program = _copy(session, text)
+    program = await _copy(session, text)
     session.screen.note(strings.COPIED.format(characters=format_count(len(text), strings.CHARACTERS), program=program))
 
 
-def _copy(session: Session, text: str) -> str:
+async def _copy(session: Session, text: str) -> str:
     """Copies with a desktop program, or else with an OSC 52 sequence, which also works over SSH."""
     for command in _CLIPBOARD_COMMANDS:
-        if shutil.which(command[0]):
-            result = subprocess.run(command, input=text.encode(), capture_output=True, timeout=5, check=False)
-            if result.returncode == 0:
-                return command[0]
+        if shutil.which(command[0]) is not None and await asyncio.to_thread(_run_clipboard, command, text):
+            return command[0]
     if not session.screen.is_live:
         raise RequestError(strings.NO_CLIPBOARD)
     session.screen.console.file.write(f"\x1b]52;c;{base64.b64encode(text.encode()).decode()}\a")
     session.screen.console.file.flush()
     return strings.CLIPBOARD_TERMINAL
+
+
+def _run_clipboard(command: Sequence[str], text: str) -> bool:
+    """Whether the program took the text. It gets no pipe for its output: those of Wayland and X11 leave a process that
+    would hold it open."""
+    quiet = subprocess.DEVNULL
+    try:
+        done = subprocess.run(
+            command, input=text.encode(), stdout=quiet, stderr=quiet, timeout=_CLIPBOARD_SECONDS, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return done.returncode == 0
 
 
 async def _current_conversation(session: Session) -> Conversation:
