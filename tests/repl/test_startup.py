@@ -18,7 +18,6 @@ from palaver.cli import app
 from palaver.errors import RequestError
 from palaver.messages import Role
 from palaver.repl.commands.branches import edit_text
-from palaver.repl.commands.import_export import _CLIPBOARD_COMMANDS
 from palaver.repl.input import StreamLineSource
 from palaver.repl.terminal_mode import KeyMode
 from palaver.store import ReplyStatus, StoredMessage, open_store
@@ -102,22 +101,17 @@ def test_lines_that_are_typed_before_the_prompt_are_sent(tmp_path: Path) -> None
 
 
 def test_a_line_that_is_typed_while_a_command_runs_is_sent(tmp_path: Path) -> None:
-    """The command runs until the test lets it end. The typed line is not shown before the prompt."""
-    programs, released = tmp_path / "programs", tmp_path / "released"
-    programs.mkdir()
-    program = programs / _CLIPBOARD_COMMANDS[0][0]
-    program.write_text(f"#!/bin/sh\nprintf Copying > /dev/tty\nuntil [ -e {released} ]; do :; done\n")
-    program.chmod(0o755)
-    path = f"{programs}{os.pathsep}{os.environ['PATH']}"
-    with local_door(tmp_path).open(echo=True, environment={"PATH": path}) as terminal:
+    """The command reads a named pipe, which opens once it does. The typed line is not shown before the prompt."""
+    notes = tmp_path / "notes"
+    os.mkfifo(notes)
+    with local_door(tmp_path).open(echo=True) as terminal:
         ready(terminal)
-        terminal.do("What is 1 + 1?")
-        terminal.enter("/copy")
-        terminal.wait("Copying")
-        terminal.type("What is 2 + 2?\rWhat is 3 ")
-        released.touch()
+        terminal.enter(f"/attach {notes}")
+        with notes.open("w") as opened:
+            terminal.type("What is 2 + 2?\rWhat is 3 ")
+            opened.write("Hello")
         terminal.wait(r"tokens/s[^›]*\n› What is 3\Z")
-        assert terminal.transcript().count("tokens/s") == 2
+        assert terminal.transcript().count("tokens/s") == 1
         assert terminal.transcript().count("What is 2 + 2?") == 1
 
 
