@@ -130,6 +130,27 @@ def test_an_editor_reads_whole_lines_from_the_terminal(tmp_path: Path) -> None:
         assert "1 You · 2 versions\nWhat is 2 + 2?\n" in terminal.do("/history")
 
 
+def test_control_c_in_an_editor_is_a_key_of_the_editor(tmp_path: Path) -> None:
+    """The editor keeps its file and the terminal."""
+    editor = tmp_path / "editor"
+    editor.write_text(
+        '#!/bin/sh\ntrap "printf Again:" INT\nprintf "Text: "\nuntil read line; do :; done\necho "$line" > "$1"\n'
+    )
+    editor.chmod(0o755)
+    with local_door(tmp_path).open(echo=True, environment={"EDITOR": str(editor)}) as terminal:
+        ready(terminal)
+        terminal.do("What is 1 + 1?")
+        terminal.enter("/edit")
+        terminal.wait("Text:$")
+        terminal.type(CTRL_C)
+        terminal.wait("Again:$")
+        terminal.type("What is 2 + 2?\r")
+        terminal.until(r"(?s)tokens/s.*tokens/s")
+        terminal.prompt()
+        assert "1 You · 2 versions\nWhat is 2 + 2?\n" in terminal.do("/history")
+        assert "Cancelled." not in terminal.transcript()
+
+
 def test_the_terminal_is_left_as_it_was() -> None:
     main, side = pty.openpty()
     before = termios.tcgetattr(side)
