@@ -156,8 +156,8 @@ def test_the_terminal_is_left_as_it_was() -> None:
     before = termios.tcgetattr(side)
     mode = KeyMode(side)
     with mode.active():
-        os.write(main, b"one\r\n\x1a")
-        assert os.read(side, 100) == b"one\r\n\x1a"
+        os.write(main, b"one\r\n\x1a\x1c")  # Ctrl+Z and Ctrl+\ are keys
+        assert os.read(side, 100) == b"one\r\n\x1a\x1c"
         with mode.suspended():
             assert termios.tcgetattr(side) == before
         assert termios.tcgetattr(side) != before

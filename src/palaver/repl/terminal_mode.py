@@ -49,7 +49,8 @@ class KeyMode:
             lflag &= ~(termios.ECHO | termios.ICANON | termios.IEXTEN)
             characters = list(characters)
             characters[termios.VMIN], characters[termios.VTIME] = 1, 0
-            characters[termios.VSUSP] = bytes([os.fpathconf(self._fd, "PC_VDISABLE") & 0xFF])  # a key of the prompt
+            for key in (termios.VSUSP, termios.VQUIT):  # Ctrl+Z is a key of the prompt, Ctrl+\ would leave this mode
+                characters[key] = bytes([os.fpathconf(self._fd, "PC_VDISABLE") & 0xFF])
             mode = [iflag, oflag, cflag, lflag, ispeed, ospeed, characters]
             termios.tcsetattr(self._fd, termios.TCSANOW, mode)
 
