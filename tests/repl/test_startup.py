@@ -9,6 +9,8 @@ import re
 import subprocess
 import sys
 import termios
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -164,6 +166,20 @@ def test_the_terminal_is_left_as_it_was() -> None:
     assert termios.tcgetattr(side) == before
     for end in (main, side):
         os.close(end)
+
+
+@pytest.mark.parametrize("context", [KeyMode.active, KeyMode.suspended])
+def test_a_terminal_that_is_gone_hides_no_error(context: Callable[[KeyMode], AbstractContextManager[None]]) -> None:
+    main, side = pty.openpty()
+
+    def fail() -> None:
+        with context(KeyMode(side)):
+            os.close(main)
+            raise RuntimeError("the real error")
+
+    with pytest.raises(RuntimeError, match="the real error"):
+        fail()
+    os.close(side)
 
 
 def test_the_first_screen_and_control_l_while_the_model_loads(tmp_path: Path) -> None:

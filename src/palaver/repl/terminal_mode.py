@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 if sys.platform != "win32":
@@ -20,6 +20,7 @@ class KeyMode:
     def __init__(self, fd: int) -> None:
         self._fd = fd
         self._line_mode = _read_mode(fd)
+        self._key_mode = _as_keys(fd, self._line_mode)
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -39,20 +40,10 @@ class KeyMode:
             self._set_keys()
 
     def _set_lines(self) -> None:
-        if sys.platform != "win32" and self._line_mode is not None:
-            termios.tcsetattr(self._fd, termios.TCSANOW, self._line_mode)
+        _set_mode(self._fd, self._line_mode)
 
     def _set_keys(self) -> None:
-        if sys.platform != "win32" and self._line_mode is not None:
-            iflag, oflag, cflag, lflag, ispeed, ospeed, characters = self._line_mode
-            iflag &= ~(termios.ICRNL | termios.INLCR | termios.IGNCR | termios.IXON)
-            lflag &= ~(termios.ECHO | termios.ICANON | termios.IEXTEN)
-            characters = list(characters)
-            characters[termios.VMIN], characters[termios.VTIME] = 1, 0
-            for key in (termios.VSUSP, termios.VQUIT):  # Ctrl+Z is a key of the prompt, Ctrl+\ would leave this mode
-                characters[key] = bytes([os.fpathconf(self._fd, "PC_VDISABLE") & 0xFF])
-            mode = [iflag, oflag, cflag, lflag, ispeed, ospeed, characters]
-            termios.tcsetattr(self._fd, termios.TCSANOW, mode)
+        _set_mode(self._fd, self._key_mode)
 
 
 def _read_mode(fd: int) -> list[Any] | None:
@@ -62,3 +53,23 @@ def _read_mode(fd: int) -> list[Any] | None:
         return termios.tcgetattr(fd)
     except termios.error:
         return None
+
+
+def _set_mode(fd: int, mode: list[Any] | None) -> None:
+    """Does nothing for a terminal that is gone: the error that comes of it must not hide the one under way."""
+    if sys.platform != "win32" and mode is not None:
+        with suppress(termios.error):
+            termios.tcsetattr(fd, termios.TCSANOW, mode)
+
+
+def _as_keys(fd: int, line_mode: list[Any] | None) -> list[Any] | None:
+    if sys.platform == "win32" or line_mode is None:
+        return None
+    iflag, oflag, cflag, lflag, ispeed, ospeed, characters = line_mode
+    iflag &= ~(termios.ICRNL | termios.INLCR | termios.IGNCR | termios.IXON)
+    lflag &= ~(termios.ECHO | termios.ICANON | termios.IEXTEN)
+    characters = list(characters)
+    characters[termios.VMIN], characters[termios.VTIME] = 1, 0
+    for key in (termios.VSUSP, termios.VQUIT):  # Ctrl+Z is a key of the prompt, Ctrl+\ would leave this mode
+        characters[key] = bytes([os.fpathconf(fd, "PC_VDISABLE") & 0xFF])
+    return [iflag, oflag, cflag, lflag, ispeed, ospeed, characters]
