@@ -6,6 +6,7 @@ import io
 import os
 import pty
 import re
+import signal
 import subprocess
 import sys
 import termios
@@ -166,6 +167,25 @@ def test_the_terminal_is_left_as_it_was() -> None:
     assert termios.tcgetattr(side) == before
     for end in (main, side):
         os.close(end)
+
+
+def test_the_terminal_is_left_as_it_was_at_sigterm() -> None:
+    code = """
+import os, signal
+from palaver.repl.terminal_mode import KeyMode
+with KeyMode(0).active():
+    print(f"process {os.getpid()}.", flush=True)
+    signal.pause()
+"""
+    script = f"stty -g; {sys.executable} -c '{code}'; echo status $?; stty -g"
+    with Terminal(["/bin/sh", "-c", script], 200, echo=True) as terminal:
+        found = re.search(r"process (\d+)\.", terminal.wait(r"process \d+\."))
+        assert found is not None
+        os.kill(int(found[1]), signal.SIGTERM)
+        assert terminal.wait_for_exit() == 0
+        before, after = re.findall(r"^[\da-f:]{20,}$", terminal.transcript(), re.MULTILINE)
+        assert f"status {128 + signal.SIGTERM}" in terminal.transcript()
+        assert after == before
 
 
 @pytest.mark.parametrize("context", [KeyMode.active, KeyMode.suspended])

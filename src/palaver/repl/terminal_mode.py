@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from types import FrameType
 from typing import Any
 
 if sys.platform != "win32":
@@ -24,11 +26,12 @@ class KeyMode:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        self._set_keys()
-        try:
-            yield
-        finally:
-            self._set_lines()
+        with self._restored_at_sigterm():
+            self._set_keys()
+            try:
+                yield
+            finally:
+                self._set_lines()
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
@@ -38,6 +41,24 @@ class KeyMode:
             yield
         finally:
             self._set_keys()
+
+    @contextmanager
+    def _restored_at_sigterm(self) -> Iterator[None]:
+        """Inside the context, SIGTERM ends the process as before, but the terminal is as it was. Main thread only."""
+        if self._line_mode is None or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+            yield
+            return
+        signal.signal(signal.SIGTERM, self._end)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    def _end(self, number: int, frame: FrameType | None) -> None:
+        if _is_in_foreground(self._fd):
+            self._set_lines()
+        signal.signal(number, signal.SIG_DFL)
+        signal.raise_signal(number)
 
     def _set_lines(self) -> None:
         _set_mode(self._fd, self._line_mode)
@@ -60,6 +81,16 @@ def _set_mode(fd: int, mode: list[Any] | None) -> None:
     if sys.platform != "win32" and mode is not None:
         with suppress(termios.error):
             termios.tcsetattr(fd, termios.TCSANOW, mode)
+
+
+def _is_in_foreground(fd: int) -> bool:
+    """In the background the terminal is another program's, and setting its mode would stop this process."""
+    if sys.platform == "win32":
+        return False
+    try:
+        return os.tcgetpgrp(fd) == os.getpgrp()
+    except OSError:
+        return False
 
 
 def _as_keys(fd: int, line_mode: list[Any] | None) -> list[Any] | None:
