@@ -292,6 +292,31 @@ def test_a_pipe(server: Door) -> None:
     assert failed.stdout.strip()
 
 
+@pytest.mark.parametrize("variable", [{"PYTHONIOENCODING": "utf-8:strict"}, {"LC_ALL": "C"}])
+def test_a_line_that_is_not_utf8_is_refused_alone(server: Door, variable: dict[str, str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "palaver", "chat", *server.arguments, "--set", "seed=1", "--no-thinking"],
+        input=b"What is 2+2?\ncaf\xe9\nWhat is 3+3?\n",
+        capture_output=True,
+        env={**server.environment, "PATH": "/usr/bin:/bin", "HOME": str(server.folder), **variable},
+    )
+    assert [number in line for number, line in zip(b"46", done.stdout.splitlines(), strict=True)] == [True, True]
+    assert done.stderr == b"Line 2 of the standard input is not UTF-8 (byte 3).\n"
+    assert done.returncode == 1
+
+
+async def test_joined_lines_that_are_not_utf8_are_refused_together() -> None:
+    stream = io.TextIOWrapper(io.BytesIO(b"one\\\ntw\xe9\\\nthree\ncaf\xc3\xa9\n\xe9"), encoding="utf-8")
+    lines = StreamLineSource(stream)
+    with pytest.raises(RequestError, match=r"^Line 2 of the standard input is not UTF-8 \(byte 2\)\."):
+        await lines.read()
+    assert (await lines.read()).text == "café"
+    with pytest.raises(RequestError, match=r"^Line 5 "):
+        await lines.read()
+    with pytest.raises(EOFError):
+        await lines.read()
+
+
 async def test_a_backslash_joins_lines_in_a_pipe() -> None:
     lines = StreamLineSource(io.StringIO("one \\\ntwo\\\nthree\nfour\nfive\\"))
     assert [(await lines.read()).text for _ in range(3)] == ["one \ntwo\nthree", "four", "five"]

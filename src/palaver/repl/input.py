@@ -6,8 +6,11 @@ import asyncio
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from io import TextIOWrapper
 from typing import Protocol, TextIO
 
+from palaver.errors import RequestError
+from palaver.repl import strings
 from palaver.repl.signals import handle_interrupt
 
 DOUBLE_PRESS_SECONDS = 1.0
@@ -46,7 +49,8 @@ class LineSource(Protocol):
     is_interactive: bool
 
     async def read(self, initial: TypedLine | None = None, last: LastMessage | None = None) -> TypedLine:
-        """The next message or command. Raises EOFError at the end, ReplyDropped for the second of two Ctrl+C."""
+        """The next message or command. Raises EOFError at the end, ReplyDropped for the second of two Ctrl+C, and
+        RequestError for a line that is not UTF-8."""
         ...
 
     async def ask(self, question: str) -> str:
@@ -66,7 +70,10 @@ class StreamLineSource:
     """One line per message, from a pipe or a terminal without cursor control."""
 
     def __init__(self, stream: TextIO, prompt_to: TextIO | None = None) -> None:
+        if isinstance(stream, TextIOWrapper):  # so that a byte that is not UTF-8 is an error of its line alone
+            stream.reconfigure(errors="surrogateescape")
         self._stream = stream
+        self._line_count = 0
         self._prompt_to = prompt_to
         self.is_interactive = prompt_to is not None
 
@@ -79,12 +86,16 @@ class StreamLineSource:
                 lines.append(await self._line("  "))
             except EOFError:
                 break
+        for number, line in enumerate(lines, self._line_count - len(lines) + 1):
+            _check_utf8(line, number)
         return TypedLine("\n".join(lines))
 
     async def ask(self, question: str) -> str:
         if self._prompt_to is None:
             raise EOFError
-        return await self._line(f"{question} ")
+        line = await self._line(f"{question} ")
+        _check_utf8(line, self._line_count)
+        return line
 
     def watch_keys(self, actions: KeyActions) -> AbstractContextManager[None]:
         return handle_interrupt(actions.on_interrupt)
@@ -99,4 +110,13 @@ class StreamLineSource:
             line = await asyncio.to_thread(self._stream.readline)
         if not line:
             raise EOFError
+        self._line_count += 1
         return line.removesuffix("\n").removesuffix("\r")
+
+
+def _check_utf8(line: str, number: int) -> None:
+    try:
+        line.encode()
+    except UnicodeEncodeError as error:
+        position = len(line[: error.start].encode())
+        raise RequestError(strings.LINE_NOT_UTF8.format(number=f"{number:,}", position=position)) from None

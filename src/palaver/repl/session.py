@@ -107,6 +107,9 @@ class Session:
             await self.handle_line(typed)
         except ReplyDropped:
             await self._report_errors(self.drop_reply)
+        except PalaverError as error:  # a line that can't be read
+            self.succeeded = False
+            self.screen.error(error)
         except (KeyboardInterrupt, Interrupted):
             await self.stop_speech()
             self.screen.note(strings.INTERRUPTED)

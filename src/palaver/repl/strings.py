@@ -91,6 +91,7 @@ INTERRUPTED_REPLY = "Interrupted. /continue picks up where it left off."
 FAILED_REPLY = "Failed. /continue tries again from here."
 FAILED = "Failed: {reason}"
 RUNNING = "Still running"
+LINE_NOT_UTF8 = "Line {number} of the standard input is not UTF-8 (byte {position})."
 INTERNAL_ERROR = "Something went wrong inside Palaver. The conversation is safe. ({error})"
 
 # --- statistics ---
