@@ -13,6 +13,7 @@ from palaver.messages import Role
 from palaver.repl import strings
 from palaver.repl.commands import table
 from palaver.repl.input import TypedLine
+from palaver.store import StoredMessage
 from tests.chat.scripted_service import OTHER, WAVE
 from tests.repl.scripted_session import PLAIN, open_session
 from tests.store.exports import CLAUDE, archive
@@ -146,6 +147,29 @@ async def test_a_conversation_that_is_deleted_elsewhere_keeps_the_typed_message(
         assert (await session.session.cursor.settings()).system == "Be brief."
         await session.do("And now?")
         assert "1 You\nAnd now?" in await session.do("/history")
+
+
+@pytest.mark.parametrize("mode", ["/compare off", "/compare temperature=0 temperature=1"])
+async def test_a_message_that_was_sent_does_not_go_back_to_the_prompt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    """The conversation is deleted elsewhere before the reply is shown."""
+    async with open_session(tmp_path, OTHER, OTHER, OTHER) as opened:
+        session, follow = opened.session, opened.session.follow
+        await opened.do("Hello")
+        await opened.do(mode)
+        id = session.cursor.conversation_id
+        assert id is not None
+
+        async def follow_deleted(reply: StoredMessage, last_event: int = 0) -> None:
+            await session.chat.delete_conversation(id)
+            await follow(reply, last_event)
+
+        monkeypatch.setattr(session, "follow", follow_deleted)
+        assert DELETED.format(id=id) in await opened.do("And now?")
+        assert session.initial_line is None
+        await session.chat.restore_conversation(id)
+        assert "3 You\nAnd now?" in await opened.do("/history")
 
 
 async def test_another_conversation_can_be_opened_after_one_was_deleted_elsewhere(tmp_path: Path) -> None:

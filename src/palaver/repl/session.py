@@ -192,24 +192,23 @@ class Session:
     async def send_text(self, text: str, shorten: bool = False) -> None:
         message = Message(Role.USER, (*self.attachments, TextPart(text)))
         try:
-            await self.send_message(message, shorten)
+            await self.send_message(message, shorten, text)
         except ContextOverflow as error:
             await offer_context_choices(self, text, error)
-        except (Interrupted, NotFound):  # nothing was sent: the text goes back to the prompt
-            self.initial_line = TypedLine(escape_message(text))
-            raise
 
-    async def send_message(self, message: Message, shorten: bool = False) -> None:
-        """Appends the message to the branch and shows the reply, or those of all columns."""
+    async def send_message(self, message: Message, shorten: bool = False, text: str | None = None) -> None:
+        """Appends the message to the branch and shows the reply, or those of all columns.
+
+        `text` goes back to the prompt if the message is not sent."""
         if self.compare_mode is not None:
-            await self._compare(message, (await self.cursor.position()).message_id, shorten)
+            await self._compare(message, None, shorten, text)
             return
         with self.deferred_interrupts():
-            reply = await self._send_message(message, shorten)
+            reply = await self._send_message(message, shorten, text)
         await self.follow_tools(reply)
 
-    async def _send_message(self, message: Message, shorten: bool) -> StoredMessage:
-        async with self._without_empty():
+    async def _send_message(self, message: Message, shorten: bool, text: str | None) -> StoredMessage:
+        async with self._sending(text):
             conversation = await self.cursor.ensure_conversation()
             parent_id = (await self.cursor.position()).message_id
             parameters = await self.turn_parameters(conversation, parent_id, _SHORTEN if shorten else {})
@@ -222,19 +221,28 @@ class Session:
         await self.follow(sent.reply)
         return sent.reply
 
-    async def _compare(self, message: Message | None, parent_id: str | None, shorten: bool = False) -> None:
-        from palaver.repl.commands.compare import send_compared
+    async def _compare(
+        self, message: Message | None, parent_id: str | None, shorten: bool = False, text: str | None = None
+    ) -> None:
+        """Sends the message after the current one, or replies to `parent_id` again."""
+        from palaver.repl.commands.compare import send_compared, show_compared
 
-        async with self._without_empty():
-            await send_compared(self, message, parent_id, _SHORTEN if shorten else {})
+        async with self._sending(text):
+            after = parent_id if message is None else (await self.cursor.position()).message_id
+            comparison = await send_compared(self, message, after, _SHORTEN if shorten else {})
+        self.attachments.clear()
+        await self.cursor.move(comparison.replies[0].reply_id)
+        await show_compared(self, comparison)
 
     @asynccontextmanager
-    async def _without_empty(self) -> AsyncIterator[None]:
-        """A message that was not sent leaves no empty conversation."""
+    async def _sending(self, text: str | None) -> AsyncIterator[None]:
+        """A message that is not sent leaves no empty conversation, and its text goes back to the prompt."""
         is_new = self.cursor.conversation_id is None
         try:
             yield
-        except BaseException:
+        except BaseException as error:
+            if text is not None and isinstance(error, Interrupted | NotFound):
+                self.initial_line = TypedLine(escape_message(text))
             if is_new:
                 with suppress(PalaverError):
                     await self.cursor.discard_empty()

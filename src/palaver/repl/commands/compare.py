@@ -131,20 +131,22 @@ def _parse_value(name: str, value: str) -> tuple[str, Any]:
 
 async def send_compared(
     session: Session, message: Message | None, parent: str | None, overrides: Mapping[str, Any]
-) -> None:
-    """Sends a message to all columns, or replies to `parent` again, and asks which reply is better."""
-    from palaver.repl.session import Interrupted
-
+) -> Comparison:
+    """Sends a message to all columns, or replies to `parent` again."""
     mode = session.compare_mode
     assert mode is not None
     conversation = await session.cursor.ensure_conversation()
     columns = [await _turn_column(session, conversation, parent, one, overrides) for one in mode.columns]
-    comparison = await session.wait_for(
+    return await session.wait_for(
         session.chat.compare(conversation.id, parent, message, columns, blind=mode.blind, key=uuid4().hex),
         strings.WAITING_FOR_MODEL,
     )
-    session.attachments.clear()
-    await session.cursor.move(comparison.replies[0].reply_id)
+
+
+async def show_compared(session: Session, comparison: Comparison) -> None:
+    """Shows the replies to a message that was sent, and asks which is better."""
+    from palaver.repl.session import Interrupted
+
     try:
         await decide(session, comparison)
     except Interrupted:  # the message is sent
