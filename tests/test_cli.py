@@ -315,6 +315,21 @@ def test_fill_refuses_in_a_sentence(tiny_model: Path) -> None:
         assert refused.stderr.count("\n") == 1, refused.stderr
 
 
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        (("fill", "caf\udce9 [MASK]"), "TEXT"),
+        (("fill", "a [MASK]", "--set", "stop=caf\udce9"), "--set"),
+        (("chat", "--local", "--system", "caf\udce9"), "--system"),
+        (("chat", "--local", "--set", "stop=caf\udce9"), "--set"),
+    ],
+)
+def test_an_argument_that_is_not_utf8_is_named(tmp_path: Path, arguments: tuple[str, ...], name: str) -> None:
+    data = () if arguments[0] == "fill" else ("--data", tmp_path)
+    refused = run(*arguments, *data, input="Hi\n")
+    assert (refused.exit_code, refused.stderr) == (2, f"palaver: The text of {name} is not UTF-8.\n")
+
+
 def test_a_causal_model_named_as_diffusion_is_refused(tiny_model: Path) -> None:
     for command in (("ask", "Hi", "-m", tiny_model), ("chat", tiny_model, "--local"), ("inspect", tiny_model)):
         refused = run(*command, "--engine", "diffusion", input="Hi\n")

@@ -411,6 +411,7 @@ def fill(
     from palaver.models.resolver import resolve_model
 
     with report_errors():
+        check_utf8({"TEXT": text, "--set": set_})
         name, options, overrides = model or FILL_MODEL, flags.load_options(False), parse_settings(set_)
 
         async def run() -> str:

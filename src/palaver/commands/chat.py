@@ -25,6 +25,7 @@ from palaver.commands.options import (
     ThinkingOption,
     ThinkOption,
     TranscriberOption,
+    check_utf8,
     exclusive,
     make_pool,
     media_place,
@@ -82,6 +83,7 @@ def chat(
     from palaver.store.store import data_folder
 
     with report_errors():
+        check_utf8({"--system": system, "--set": set_})
         name = single_model(model, model_option)
         exclusive(resume=resume, conversation=conversation)
         exclusive(expand=expand, no_thinking=no_thinking)
