@@ -9,8 +9,8 @@ import os
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,9 +21,7 @@ from prompt_toolkit.filters import Condition
 from prompt_toolkit.formatted_text import StyleAndTextTuples
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.input import Input, create_input
-from prompt_toolkit.input.typeahead import get_typeahead, store_typeahead
-from prompt_toolkit.key_binding import KeyBindings, KeyPress, KeyPressEvent
-from prompt_toolkit.keys import Keys
+from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.output import Output, create_output
 from prompt_toolkit.shortcuts import CompleteStyle
 from prompt_toolkit.styles import Style
@@ -35,15 +33,14 @@ from palaver.repl import strings
 from palaver.repl.command_table import CommandCompleter, escape_message
 from palaver.repl.commands.thinking import toggle
 from palaver.repl.input import DOUBLE_PRESS_SECONDS, KeyActions, LastMessage, ReplyDropped, TypedLine
-from palaver.repl.signals import handle_interrupt
 from palaver.repl.status import first_screen, loading_line, ready_lines
 from palaver.repl.terminal_mode import KeyMode
+from palaver.repl.typeahead import ENTER, keep_typed_ahead, watch_keys
 
 if TYPE_CHECKING:
     from palaver.repl.session import Session
 
 MARK = "› "
-ENTER = "\r"
 ROOM_FOR_ANSWER = 4
 """Columns after a question."""
 MAX_HISTORY_BYTES = 2_000_000
@@ -251,48 +248,6 @@ def key_bindings(editing: EditState, stopped_at: Callable[[], float], on_toggle:
         buffer.auto_up()
 
     return keys
-
-
-def keep_typed_ahead(input: Input) -> None:
-    """Keeps for the prompt what was typed before it, in the terminal's line mode, where Enter is a line feed."""
-    presses: list[KeyPress] = []
-    with input.raw_mode():
-        while read := input.read_keys():
-            presses += read
-    enter = KeyPress(Keys.ControlM, ENTER)
-    store_typeahead(input, [enter if press.key == Keys.ControlJ else press for press in presses])
-
-
-@contextmanager
-def watch_keys(input: Input, output: Output, actions: KeyActions) -> Iterator[None]:
-    """Inside the context, Ctrl+C, Ctrl+T and Ctrl+L act at once; all other keys are kept for the next prompt."""
-    typed_ahead: list[KeyPress] = []
-
-    def read() -> None:
-        handle(input.read_keys())
-
-    def handle(presses: Iterable[KeyPress]) -> None:
-        for press in presses:
-            if press.key == Keys.ControlC:
-                typed_ahead.clear()
-                actions.on_interrupt()
-            elif press.key == Keys.ControlT:
-                actions.on_toggle()
-            elif press.key == Keys.ControlL:  # not kept: the prompt would ask for the cursor before it can read
-                actions.on_clear()
-            elif press.key not in (Keys.CPRResponse, Keys.Vt100MouseEvent):
-                typed_ahead.append(press)
-
-    output.enable_bracketed_paste()
-    output.flush()
-    try:
-        with input.raw_mode(), input.attach(read), handle_interrupt(actions.on_interrupt):
-            handle(get_typeahead(input))  # keys that the prompt read behind Enter
-            yield
-    finally:
-        output.disable_bracketed_paste()
-        output.flush()
-        store_typeahead(input, [*typed_ahead, *input.flush_keys()])
 
 
 def open_history(path: Path) -> History:
