@@ -5,6 +5,7 @@
     VLLM_PYTHON=~/vllm/bin/python python -m benchmarks.peers --only vllm-native vllm-exact vllm --temperature 0.8
 
 Each round asks every peer in turn, so that other load on the machine hits all of them alike; the figures are medians.
+Servers that are not asked are stopped meanwhile (SIGSTOP): some look for requests all the time, on a core of their own.
 The model is the embedded one with the end of a turn made unlikely, so that all say the same number of tokens. A peer
 that isn't installed is left out, and named. The exit status is 1 where `palaver` is behind llama.cpp with one stream,
 or has less than 1.4 times its tokens a second with eight; and where `gguf` or `gguf-llamacpp` has less than 0.9 times
@@ -33,6 +34,7 @@ import asyncio
 import json
 import os
 import shutil
+import signal
 import socket
 import statistics
 import subprocess
@@ -40,7 +42,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -133,6 +135,8 @@ class HttpPeer:
         self.url = url
         parts = urlsplit(url)
         self._place = (parts.hostname or "127.0.0.1", parts.port or 80)
+        self.process: subprocess.Popen[bytes] | None = None
+        """Of the server, if it is one of ours."""
         self._path = f"{parts.path.rstrip('/').removesuffix('/v1')}/v1/chat/completions"
         self._body = body
 
@@ -238,10 +242,14 @@ async def started(stack: AsyncExitStack, name: str, command: Sequence[str], port
     log = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "log"
     with log.open("wb") as file:
         environment = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())}
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=file, stderr=file, env=environment)
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=file, stderr=file, env=environment, start_new_session=True
+        )
     stack.callback(process.wait)
     stack.callback(process.terminate)
     peer = HttpPeer(name, f"http://127.0.0.1:{port}", **body)
+    peer.process = process
+    stack.callback(resume, [peer])
     end = time.monotonic() + START_SECONDS
     while True:
         try:
@@ -402,15 +410,34 @@ VLLM_BARS = {VLLM_EXACT: 0.7, VLLM_NATIVE: 0.9}
 """By peer: how many times as fast as vLLM's own server it must be, with eight streams."""
 
 
+def pause(peers: Sequence[Peer]) -> None:
+    _signal(peers, signal.SIGSTOP)
+
+
+def resume(peers: Sequence[Peer]) -> None:
+    _signal(peers, signal.SIGCONT)
+
+
+def _signal(peers: Sequence[Peer], number: signal.Signals) -> None:
+    """Sends it to the processes of those servers that are ours."""
+    for peer in peers:
+        if isinstance(peer, HttpPeer) and peer.process is not None:
+            with suppress(ProcessLookupError):  # it has ended
+                os.killpg(peer.process.pid, number)
+
+
 async def measure(peers: Sequence[Peer], rounds: int, lengths: Lengths) -> dict[str, dict[str, list[float]]]:
     found: dict[str, dict[str, list[float]]] = {name: {peer.name: [] for peer in peers} for name in MEASURES}
     for peer in peers:
         await one_stream(peer, rounds, lengths)  # whatever is done only once is done now
+    pause(peers)
     for round_ in range(rounds):
         for name, take in MEASURES.items():
             for peer in peers:
+                resume([peer])
                 found[name][peer.name].append(await take(peer, round_, lengths))
                 print(f"round {round_ + 1}: {name}: {peer.name} {found[name][peer.name][-1]:.0f}", file=sys.stderr)
+                pause([peer])
     return found
 
 
