@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 import palaver.memory
+from palaver.engines import machine as machine_module
 from palaver.engines.compiled.decoder import IdleCores
-from palaver.engines.machine import usable_cores
+from palaver.engines.machine import all_cores, usable_cores
 
 
 @pytest.fixture
@@ -15,6 +16,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A machine with eight cores, without limits. Returns the folder of its control groups."""
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+    monkeypatch.setattr(machine_module, "ONLINE", tmp_path / "online")
     monkeypatch.setattr(palaver.memory, "CONTROL_GROUPS", tmp_path / "groups")
     monkeypatch.setattr(palaver.memory, "MEMBERSHIP", tmp_path / "membership")
     (tmp_path / "groups" / "outer" / "inner").mkdir(parents=True)
@@ -58,6 +60,13 @@ def test_without_control_groups_there_is_no_limit(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.usefixtures("machine")
+@pytest.mark.parametrize(("online", "cores"), [("0-3,8-11", 8), ("0", 1), ("0,2,4-5", 4), ("", 8), ("all", 8)])
+def test_cores_that_the_process_may_not_use_count_too(online: str, cores: int, tmp_path: Path) -> None:
+    (tmp_path / "online").write_text(f"{online}\n")
+    assert all_cores() == cores
+
+
+@pytest.mark.usefixtures("machine")
 def test_cores_without_a_task_are_idle(tmp_path: Path) -> None:
     idle = IdleCores(load_file(tmp_path, "1"))
     for running, expected in (("1", 7), ("3", 5), ("8", 0), ("30", 0)):
@@ -83,4 +92,6 @@ def test_what_can_not_be_read_is_unknown(text: str, tmp_path: Path) -> None:
 def test_on_some_of_the_cores_it_is_unknown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The tasks that run may be on the other ones."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)  # musl counts the usable ones
+    (tmp_path / "online").write_text("0-7\n")
     assert IdleCores(load_file(tmp_path, "1")).count() is None

@@ -11,6 +11,8 @@ from pathlib import Path
 
 from palaver.memory import control_groups
 
+ONLINE = Path("/sys/devices/system/cpu/online")
+"""In which Linux names its cores, such as 0-3,8-11."""
 ACCELERATOR_FILES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg", "/dev/kfd", "/dev/nvhost-gpu")
 """Devices of NVIDIA's and AMD's drivers, and of Windows in a Linux subsystem."""
 
@@ -39,6 +41,15 @@ def usable_cores() -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     limit = _group_limit()
     return cores if limit is None else max(1, min(cores, int(limit)))
+
+
+def all_cores() -> int:
+    """The cores of the machine, also those that the process may not use: with musl `os.cpu_count` leaves them out."""
+    try:
+        ranges = [one.split("-") for one in ONLINE.read_text("utf-8").strip().split(",")]
+        return sum(int(ends[-1]) - int(ends[0]) + 1 for ends in ranges)
+    except (OSError, ValueError):  # not Linux
+        return os.cpu_count() or 1
 
 
 def _group_limit() -> float | None:

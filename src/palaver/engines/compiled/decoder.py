@@ -33,7 +33,7 @@ from palaver.engines.core.kv_cache import HostArray, HostMemory, KVLayout, Slot,
 from palaver.engines.core.request import SequenceState
 from palaver.engines.core.runner import SlotRunner, ThreadCounts, UnsupportedModel
 from palaver.engines.core.sampler import HostLogits
-from palaver.engines.machine import usable_cores
+from palaver.engines.machine import all_cores, usable_cores
 
 LANES = 16
 PANEL = 64
@@ -326,7 +326,7 @@ class IdleCores:
 
     def __init__(self, load: Path = LOAD) -> None:
         self._usable = usable_cores()
-        self._all = os.cpu_count() or 1
+        self._all = all_cores()
         self._descriptor: int | None = None
         if hasattr(os, "sched_getaffinity") and len(os.sched_getaffinity(0)) == self._all:
             with suppress(OSError):  # not Linux
