@@ -43,7 +43,8 @@ class Door:
 
     @contextmanager
     def crawling(self) -> Iterator[None]:
-        """After its first words, makes a reply so slow that it still runs when a key or a signal comes."""
+        """After its first words, or in a long prompt, makes a reply so slow that it still runs when a key or a signal
+        comes."""
         self._crawls.touch()
         try:
             yield

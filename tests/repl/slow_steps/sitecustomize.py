@@ -6,6 +6,8 @@ STEP_SECONDS = 0.003
 CRAWL_SECONDS = 0.3
 QUICK_STEPS = 28
 """Steps before it crawls: the words that tests wait for are shown by then."""
+PROMPT_ROWS = 64
+"""More rows belong to a long prompt, over which it crawls from the first step on."""
 
 if "palaver.engines.host" in sys.orig_argv:
     import os
@@ -23,10 +25,11 @@ if "palaver.engines.host" in sys.orig_argv:
     run = CompiledDecoder.run
     steps = 0
 
-    def run_slowly(self: CompiledDecoder, *arguments: Any) -> Any:
+    def run_slowly(self: CompiledDecoder, rows: Any, *arguments: Any) -> Any:
         global steps
         steps = steps + 1 if os.path.exists(crawls) else 0
-        time.sleep(CRAWL_SECONDS if steps > QUICK_STEPS else STEP_SECONDS)
-        return run(self, *arguments)
+        is_slow = steps > QUICK_STEPS or (steps > 0 and len(rows.array) > PROMPT_ROWS)
+        time.sleep(CRAWL_SECONDS if is_slow else STEP_SECONDS)
+        return run(self, rows, *arguments)
 
     CompiledDecoder.run = run_slowly  # type: ignore[assignment,method-assign]
