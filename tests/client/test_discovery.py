@@ -10,14 +10,16 @@ import stat
 import subprocess
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from palaver.client import discovery
-from palaver.client.discovery import Announcement, announce_server, find_server, local_token, sign_nonce
+from palaver.client.discovery import Announcement, announce_server, find_server, local_token, prove_server, sign_nonce
+from palaver.client.errors import NoServer
+from palaver.client.http_chat import HttpChat
 
 SECRET = "a secret"
 
@@ -27,18 +29,23 @@ async def healthy(received: dict[str, str], secret: str = SECRET) -> AsyncIterat
     """Something that answers every request with the same JSON, and with the proof that it knows the secret, if any."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        seen.append(await reader.readuntil(b"\r\n\r\n"))
-        nonce = seen[-1].split()[1].decode().partition("?nonce=")[2]
-        proof = {"proof": sign_nonce(secret, received.get("instance", ""), nonce)} if secret else {}
-        body = json.dumps({**proof, **received})
-        writer.write(f"HTTP/1.1 503 Loading\r\ncontent-length: {len(body)}\r\n\r\n{body}".encode())
-        await writer.drain()
+        connections.append(writer)
+        with suppress(asyncio.IncompleteReadError):  # closed before a request
+            seen.append(await reader.readuntil(b"\r\n\r\n"))
+            nonce = seen[-1].split()[1].decode().partition("?nonce=")[2]
+            proof = {"proof": sign_nonce(secret, received.get("instance", ""), nonce)} if secret else {}
+            body = json.dumps({**proof, **received})
+            writer.write(f"HTTP/1.1 503 Loading\r\ncontent-length: {len(body)}\r\n\r\n{body}".encode())
+            await writer.drain()
         writer.close()
 
     seen: list[bytes] = []
+    connections: list[asyncio.StreamWriter] = []
     server = await asyncio.start_server(answer, "127.0.0.1", 0)
     async with server:
         yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    for connection in connections:
+        await connection.wait_closed()
     assert all(b"secret" not in request for request in seen)
     assert all(request.startswith((b"GET /health?nonce=", b"GET /chat/health?nonce=")) for request in seen)
     assert len({request.split()[1] for request in seen}) == len(seen), "a proof is of one request"
@@ -94,6 +101,46 @@ async def test_the_proof_of_another_server_does_not_count(tmp_path: Path) -> Non
             received["instance"] = announcement.instance
             received["proof"] = sign_nonce(SECRET, "the instance of a living server", "a nonce")
             assert await find_server(tmp_path) is None
+
+
+async def test_a_program_that_takes_the_port_of_a_server_gets_nothing(tmp_path: Path) -> None:
+    """The terminal was attached to the server before that ended; `healthy` checks that no secret came."""
+    received: dict[str, str] = {}
+    async with healthy(received, "guessed") as url:
+        with announce_server(tmp_path, url, SECRET) as announcement:
+            received["instance"] = announcement.instance
+            async with HttpChat(url, SECRET, prove=prove_server(tmp_path, "", url)) as chat:
+                with pytest.raises(NoServer, match="no server of this data folder"):
+                    await chat.model_cards()
+
+
+async def test_each_new_connection_is_proven_once(tmp_path: Path) -> None:
+    proofs: list[str] = []
+    connections: list[list[bytes]] = []
+    closed: list[bool] = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connections.append([])
+        for count in range(2):  # then it is closed
+            connections[-1].append(await reader.readuntil(b"\r\n\r\n"))
+            keep = b"keep-alive" if count == 0 else b"close"
+            writer.write(b"HTTP/1.1 200 OK\r\nconnection: " + keep + b"\r\ncontent-length: 2\r\n\r\n[]")
+            await writer.drain()
+        writer.close()
+        await writer.wait_closed()
+        closed.append(True)
+
+    async def prove() -> None:
+        proofs.append("" if not connections else "connected")
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    async with server, HttpChat(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", SECRET, prove=prove) as chat:
+        for _ in range(4):
+            assert await chat.model_cards() == ()
+        while len(closed) < 2:
+            await asyncio.sleep(0)
+    assert len(proofs) == len(connections) == 2
+    assert all(b"secret" in request for requests in connections for request in requests)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="process ids are reused at once")

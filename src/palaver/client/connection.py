@@ -6,9 +6,9 @@ import asyncio
 import random
 import ssl
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager
-from typing import Any, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 import httpx
 from pydantic import BaseModel, ValidationError
@@ -59,6 +59,10 @@ _UNAVAILABLE = (502, 503, 504)
 _NOT_SENT = (httpx.ConnectError, httpx.ConnectTimeout)
 
 
+Prove: TypeAlias = Callable[[], Awaitable[None]]
+"""Raises httpx.ConnectError unless the right server listens at the address: another program may have taken the port."""
+
+
 class ConnectionLost(Exception):
     """The connection was lost: the request may be retried."""
 
@@ -72,8 +76,10 @@ class ServerConnection:
         patience: float = 60.0,
         verify: bool | str | ssl.SSLContext = True,
         transport: httpx.AsyncBaseTransport | None = None,
+        prove: Prove | None = None,
     ) -> None:
-        """`patience`: for how many seconds to retry when a server that was reachable goes away."""
+        """`patience`: for how many seconds to retry when a server that was reachable goes away. `prove` is called for
+        each new connection, before anything is sent."""
         self.url = url.rstrip("/")
         self._patience = patience
         self._reached = False
@@ -85,6 +91,7 @@ class ServerConnection:
             verify=verify,
             transport=transport,
             trust_env=not is_loopback(self.url),  # the environment's proxy does not reach this machine
+            event_hooks={} if prove is None else {"request": [_proving(prove)]},
         )
 
     async def close(self) -> None:
@@ -176,6 +183,24 @@ class ServerConnection:
             return self._client.build_request(method, path, content=content, headers=headers, params=params)
         except ValueError as error:  # a lone surrogate in a text
             raise Unstorable(error) from None
+
+
+def _proving(prove: Prove) -> Callable[[httpx.Request], Awaitable[None]]:
+    """A hook for requests, which calls `prove` between connecting and sending."""
+
+    async def add_trace(request: httpx.Request) -> None:
+        is_new = False
+
+        async def trace(event: str, info: Mapping[str, Any]) -> None:
+            nonlocal is_new
+            if event == "connection.connect_tcp.complete":
+                is_new = True
+            elif is_new and event.endswith(".send_request_headers.started"):
+                await prove()
+
+        request.extensions["trace"] = trace
+
+    return add_trace
 
 
 def parse_response(response: httpx.Response, kind: type[T]) -> T:

@@ -17,7 +17,7 @@ import socket
 import ssl
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from enum import Enum, auto
@@ -126,12 +126,13 @@ def _create(path: Path, text: str) -> None:
         temporary.unlink()
 
 
-async def find_server(folder: Path, store: str = "") -> Announcement | None:
-    """The running server of this store that was started last. Files of this host's dead servers are removed: those of
-    other hosts and containers may be alive, though they can't be reached from here."""
+async def find_server(folder: Path, store: str = "", url: str = "") -> Announcement | None:
+    """The running server of this store that was started last; with a URL, that at this address. Files of this host's
+    dead servers are removed: those of other hosts and containers may be alive, though they can't be reached from
+    here."""
     for path in _newest_first(folder):
         announcement = _read(path)
-        if announcement is None or announcement.store != _address(store):
+        if announcement is None or announcement.store != _address(store) or url not in ("", announcement.url):
             continue
         if _is_process_dead(announcement):
             path.unlink(missing_ok=True)
@@ -142,6 +143,16 @@ async def find_server(folder: Path, store: str = "") -> Announcement | None:
         if health is _Health.DEAD and announcement.host in ("", _host()):
             path.unlink(missing_ok=True)
     return None
+
+
+def prove_server(folder: Path, store: str, url: str) -> Callable[[], Awaitable[None]]:
+    """For `ServerConnection`: a server of this store must answer there, the one that was found or a later one."""
+
+    async def prove() -> None:
+        if await find_server(folder, store, url) is None:
+            raise httpx.ConnectError("no server of this data folder answers there")
+
+    return prove
 
 
 def _host() -> str:

@@ -26,7 +26,7 @@ from palaver.chat.interface import (
     SentMessage,
 )
 from palaver.chat.turn_log import LogEntry
-from palaver.client.connection import ConnectionLost, Query, ServerConnection, parse_event, parse_response
+from palaver.client.connection import ConnectionLost, Prove, Query, ServerConnection, parse_event, parse_response
 from palaver.client.errors import NoServer
 from palaver.client.sse import ServerSentEvent
 from palaver.errors import BadParameter
@@ -147,10 +147,14 @@ class HttpChat:
         patience: float = 60.0,
         verify: bool | str | ssl.SSLContext = True,
         transport: httpx.AsyncBaseTransport | None = None,
+        prove: Prove | None = None,
     ) -> None:
         """`verify`: how to verify a server's certificate: by the usual authorities, by a file of others, or by an
-        `SSLContext` such as `palaver.client.discovery.pinned_context` makes."""
-        self._connection = ServerConnection(url, key, patience=patience, verify=verify, transport=transport)
+        `SSLContext` such as `palaver.client.discovery.pinned_context` makes. `prove`: as for
+        `ServerConnection`."""
+        self._connection = ServerConnection(
+            url, key, patience=patience, verify=verify, transport=transport, prove=prove
+        )
 
     async def __aenter__(self) -> HttpChat:
         return self

@@ -128,18 +128,19 @@ async def open_chat(
 
     `note`: printed for a running server that was found.
     """
-    from palaver.client.discovery import find_server
+    from palaver.client.discovery import find_server, prove_server
     from palaver.client.http_chat import HttpChat
 
     running = None if needs_engine else await find_server(folder, database or "")
-    if server is not None:
-        own = running if not key and running is not None and running.url == server.rstrip("/") else None
-        async with HttpChat(server, own.secret if own else key or "", verify=own.trust if own else True) as chat:
+    if running is not None and (server is None or (not key and running.url == server.rstrip("/"))):
+        if server is None:
+            print(f"palaver: {note.format(url=running.url)}", file=sys.stderr)
+        prove = prove_server(folder, database or "", running.url)
+        async with HttpChat(running.url, running.secret, verify=running.trust, prove=prove) as chat:
             yield chat
         return
-    if running is not None:
-        print(f"palaver: {note.format(url=running.url)}", file=sys.stderr)
-        async with HttpChat(running.url, running.secret, verify=running.trust) as chat:
+    if server is not None:
+        async with HttpChat(server, key or "") as chat:
             yield chat
         return
     async with _local_chat(name, options, folder, database, transcriber) as chat:
