@@ -185,9 +185,10 @@ def test_a_tool_is_called_about_a_picture(sdk: openai.OpenAI) -> None:
 
 
 async def check_cuts(model: Model, cuts: Sequence[int]) -> None:
-    """A reply about a picture that is stopped while it thinks goes on as the uncut one."""
+    """A reply about a picture that is stopped while it thinks goes on as the uncut one. It is long, so that it still
+    runs when the stop comes."""
     asked = Message(Role.USER, (Image("image/png", PICTURE), Text(WHAT)))
-    request = ReplyRequest((asked,), Sampling(temperature=0.8, seed=3))
+    request = ReplyRequest((asked,), Sampling(temperature=0.8, seed=3, min_tokens=300, max_tokens=400))
     async with await asyncio.to_thread(model.stream_reply, request) as stream:
         async for _ in stream:
             pass
