@@ -193,7 +193,7 @@ def _proving(prove: Prove) -> Callable[[httpx.Request], Awaitable[None]]:
 
         async def trace(event: str, info: Mapping[str, Any]) -> None:
             nonlocal is_new
-            if event == "connection.connect_tcp.complete":
+            if event.endswith(".connect_tcp.complete"):  # also through a proxy
                 is_new = True
             elif is_new and event.endswith(".send_request_headers.started"):
                 await prove()
