@@ -300,6 +300,44 @@ def test_a_message_whose_request_was_cut_by_a_reload_is_sent_once(
     expect(field).to_have_value("And what then?")
 
 
+def test_a_first_message_whose_request_was_cut_by_a_reload_is_sent(page: Page, sprout: Served) -> None:
+    page.goto(sprout.url)
+    page.route("**/say", lambda route: None)
+    with page.expect_request("**/say"):
+        ask(page, "What is 4 + 5?")
+    page.unroute("**/say")
+    page.reload()
+    ended(page)
+    expect(page.locator("article.user")).to_have_count(1)
+    expect(page.get_by_label("Message", exact=True)).to_have_value("")
+
+
+def test_a_message_that_one_tab_sends_is_not_sent_by_another(
+    page: Page, context: BrowserContext, sprout: Served, api: httpx.Client
+) -> None:
+    page.goto(sprout.url)
+    ask(page, "What is 4 + 5?")
+    ended(page)
+    other = context.new_page()
+    other.goto(page.url)
+    ended(other)
+    sent: list[str] = []
+    other.on("request", lambda request: sent.append(request.url) if request.url.endswith("/say") else None)
+    held: list[Route] = []
+    page.route("**/say", lambda route: held.append(route))
+    with page.expect_request("**/say"):
+        ask(page, "What is 21 + 33?")
+    assert "What is 21 + 33?" in page.evaluate("() => JSON.stringify(localStorage)")
+    other.evaluate("() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+    expect(other.get_by_text("What is 21 + 33?")).to_have_count(0)
+    held[0].continue_()
+    expect(other.locator("article.user")).to_have_count(2)
+    ended(page)
+    assert not sent
+    nodes = api.get(f"/api/conversations/{conversation(page)}/nodes").json()
+    assert [node["role"] for node in nodes] == ["user", "assistant"] * 2
+
+
 def test_a_message_that_could_not_be_sent_comes_back_before_what_was_written_since(page: Page, sprout: Served) -> None:
     held: list[Route] = []
     field = page.get_by_label("Message", exact=True)

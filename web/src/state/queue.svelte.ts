@@ -1,11 +1,14 @@
 // Messages that wait for the end of a reply or are being sent, by conversation. The browser stores them until the server has.
 import type { Stored } from '../transport/types'
 import type { Draft } from './drafts'
-import { load, save } from './storage'
+import { load, save, tabName } from './storage'
 
 export interface QueuedMessage extends Draft {
   /** Once it is sent, the leaf after which; empty for the first message. */
   after?: string
+  /** The tab that sends it, and since when, in milliseconds. */
+  tab?: string
+  since?: number
 }
 
 const PREFIX = 'palaver.queue.'
@@ -45,9 +48,28 @@ class Queue {
 
 export const queue = new Queue()
 
+const SENDING_MS = 600_000 // after that a tab that sends is taken to be closed
+
+/** The message as one that this tab sends, after a leaf. */
+export function asSent(message: Draft, after: string): QueuedMessage {
+  return { ...message, after, tab: tabName(), since: Date.now() }
+}
+
+/** The message as it is written. */
+export function asDraft({ text, files, key }: QueuedMessage): Draft {
+  return { text, files, key }
+}
+
+/** Whether another tab sends this message, which is its business then. */
+export function isSentElsewhere(message: QueuedMessage): boolean {
+  return message.tab !== undefined && message.tab !== tabName() && Date.now() - (message.since ?? 0) < SENDING_MS
+}
+
 /** Whether the branch contains this message already, because the page was left while it was sent. */
 export function wasSent(message: QueuedMessage, path: readonly Stored[]): boolean {
-  const next = path[path.findIndex((one) => one.id === message.after) + 1]
+  if (message.after === undefined) return false
+  const place = message.after === '' ? 0 : path.findIndex((one) => one.id === message.after) + 1
+  const next = message.after !== '' && place === 0 ? undefined : path[place]
   const [part] = next?.parts ?? []
-  return message.after !== undefined && next?.role === 'user' && part?.type === 'text' && part.text.trim() === message.text.trim()
+  return next?.role === 'user' && part?.type === 'text' && part.text.trim() === message.text.trim()
 }
