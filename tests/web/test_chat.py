@@ -19,7 +19,7 @@ def test_a_reply_shows_its_thought_and_its_answer(page: Page, sprout: Served, ap
     page.goto(sprout.url)
     ask(page, "What is 12 + 30?")
     reply = ended(page)
-    thought = reply.get_by_role("button", name="Thought for")
+    thought = reply.get_by_role("button", name=re.compile("^Thought (for|briefly)"))
     expect(thought).to_have_attribute("aria-expanded", "false")
     kept = stored(api, conversation(page))[-1]
     assert answer(reply).strip() == text_of(kept).strip()
