@@ -35,7 +35,7 @@ from palaver.store import (
 )
 from palaver.store.errors import Unreachable
 from palaver.store.schema import holders
-from palaver.store.tool_rounds import CallState, RoundState
+from palaver.store.tool_rounds import CallState, RoundState, ToolRounds
 from palaver.tools.config import BadToolServer, ServerConfig
 from tests.chat import tool_kills
 from tests.chat.tool_service import (
@@ -402,6 +402,148 @@ async def test_a_result_that_cannot_be_recorded_interrupts_its_call(
     await chat.decide_calls(reply.id, [CallDecision(0, False)])
     assert results(await chat.path((await next_reply(chat, round)).id)) == [SKIPPED]
     assert recorded(tmp_path).count("call unchanged") == 1
+
+
+class Refusal:
+    """Refuses a write of the store until it is lifted."""
+
+    def __init__(self, rounds: ToolRounds, write: str, error: StoreError, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.is_lifted = False
+        self.attempts = 0
+        self._counted = asyncio.Condition()
+        self._error, self._write = error, getattr(rounds, write)
+        self._event_loop = asyncio.get_running_loop()
+        monkeypatch.setattr(rounds, write, self._refuse)
+
+    def _refuse(self, *arguments: Any) -> Any:
+        asyncio.run_coroutine_threadsafe(self._count(), self._event_loop)
+        if self.is_lifted:
+            return self._write(*arguments)
+        raise self._error
+
+    async def _count(self) -> None:
+        async with self._counted:
+            self.attempts += 1
+            self._counted.notify_all()
+
+    async def wait(self, attempts: int) -> None:
+        async with asyncio.timeout(10), self._counted:
+            await self._counted.wait_for(lambda: self.attempts >= attempts)
+
+
+READ_ONLY = Unreachable("The database can't be opened for writing.")
+
+
+@pytest.mark.parametrize("error", [READ_ONLY, DiskFull()])
+async def test_a_round_whose_failure_cannot_be_recorded_waits_and_does_not_go_on(
+    service: Service, chat: Chat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: StoreError
+) -> None:
+    reply = await send(chat, ["bad__unchanged"])
+    round = await wait_for_round(chat, reply.id)
+    rounds = service.store.tool_rounds
+    monkeypatch.setattr(tool_loop, "OUTAGE_SECONDS", -1)
+    monkeypatch.setattr(tool_loop, "RETRY_SECONDS", 0.01)
+    begin, fail = (Refusal(rounds, write, error, monkeypatch) for write in ("begin", "fail"))
+    await chat.decide_calls(reply.id, approve(round))
+    await fail.wait(2)
+    assert rounds.list_actionable() == (reply.id,)
+    await service.loop.recover(True)
+    await fail.wait(3)
+    fail.is_lifted = True
+    failed = await wait_for_round(chat, reply.id, RoundState.FAILED)
+    assert (failed.error, begin.attempts) == (str(error), 1)
+    assert "call unchanged" not in recorded(tmp_path)
+    begin.is_lifted = True
+    await chat.continue_reply(reply.id)
+    assert (await next_reply(chat, round)).text == ANSWER
+    assert recorded(tmp_path).count("call unchanged") == 1
+
+
+async def test_a_step_whose_failure_cannot_be_recorded_holds_up_no_caller(
+    service: Service, chat: Chat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reply = await send(chat, ["bad__unchanged"])
+    round = await wait_for_round(chat, reply.id)
+    rounds = service.store.tool_rounds
+    monkeypatch.setattr(tool_loop, "RETRY_SECONDS", 0.01)
+    close, fail = (Refusal(rounds, write, READ_ONLY, monkeypatch) for write in ("close", "fail"))
+    async with asyncio.timeout(10):
+        await chat.decide_calls(reply.id, approve(round, allowed=False))
+        await service.loop.recover(True)
+    await fail.wait(2)
+    assert close.attempts == 1
+    fail.is_lifted = close.is_lifted = True
+    assert (await wait_for_round(chat, reply.id, RoundState.FAILED)).error == str(READ_ONLY)
+    await chat.continue_reply(reply.id)
+    assert (await next_reply(chat, round)).text == ANSWER
+
+
+async def test_a_round_whose_failure_is_not_recorded_yet_can_be_continued(
+    service: Service, chat: Chat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reply = await send(chat, ["bad__unchanged"])
+    round = await wait_for_round(chat, reply.id)
+    rounds = service.store.tool_rounds
+    monkeypatch.setattr(tool_loop, "RETRY_SECONDS", 3600)
+    begin, fail = (Refusal(rounds, write, READ_ONLY, monkeypatch) for write in ("begin", "fail"))
+    await chat.decide_calls(reply.id, approve(round))
+    await fail.wait(1)
+    fail.is_lifted = begin.is_lifted = True
+    await chat.continue_reply(reply.id)
+    assert (await next_reply(chat, round)).text == ANSWER
+    assert fail.attempts == 1
+    assert recorded(tmp_path).count("call unchanged") == 1
+
+
+async def test_a_result_outlasts_an_outage_of_any_length(
+    service: Service, chat: Chat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reply = await send(chat, ["bad__unchanged"])
+    round = await wait_for_round(chat, reply.id)
+    monkeypatch.setattr(tool_loop, "OUTAGE_SECONDS", -1)
+    monkeypatch.setattr(tool_loop, "RETRY_SECONDS", 0.01)
+    result = Refusal(service.store.tool_rounds, "record_result", DiskFull(), monkeypatch)
+    await chat.decide_calls(reply.id, approve(round))
+    await result.wait(3)
+    result.is_lifted = True
+    assert results(await chat.path((await next_reply(chat, round)).id)) == ["as always"]
+    assert recorded(tmp_path).count("call unchanged") == 1
+
+
+async def test_a_call_whose_interruption_cannot_be_recorded_is_interrupted_later(
+    service: Service, chat: Chat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reply = await send(chat, ["bad__unchanged"])
+    round = await wait_for_round(chat, reply.id)
+    rounds = service.store.tool_rounds
+    monkeypatch.setattr(tool_loop, "OUTAGE_SECONDS", -1)
+    monkeypatch.setattr(tool_loop, "RETRY_SECONDS", 0.01)
+    _, interrupt = (Refusal(rounds, write, READ_ONLY, monkeypatch) for write in ("record_result", "interrupt"))
+    await chat.decide_calls(reply.id, approve(round))
+    await interrupt.wait(3)
+    async with chat.changes() as changes:
+        interrupt.is_lifted = True
+        async with asyncio.timeout(10):
+            await anext(aiter(changes))  # pages are told
+    assert (await wait_for_round(chat, reply.id)).calls[0].state is CallState.INTERRUPTED
+    await chat.decide_calls(reply.id, [CallDecision(0, False)])
+    assert results(await chat.path((await next_reply(chat, round)).id)) == [SKIPPED]
+
+
+@pytest.mark.parametrize("writes", [("begin", "fail"), ("record_result", "interrupt")])
+async def test_the_program_ends_at_once_while_the_store_refuses_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writes: tuple[str, str]
+) -> None:
+    async with open_tools(tmp_path) as service:
+        chat = service.chat(service.store.users.ensure().id)
+        reply = await send(chat, ["bad__unchanged"])
+        round = await wait_for_round(chat, reply.id)
+        monkeypatch.setattr(tool_loop, "RETRY_SECONDS", 3600)
+        _, last = (Refusal(service.store.tool_rounds, write, READ_ONLY, monkeypatch) for write in writes)
+        await chat.decide_calls(reply.id, approve(round))
+        await last.wait(1)
+        async with asyncio.timeout(10):
+            await service.loop.close()
 
 
 @pytest.mark.parametrize("write", ["begin", "record_result"])

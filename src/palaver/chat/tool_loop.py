@@ -9,13 +9,15 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import re
 import time
 from asyncio import to_thread
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from weakref import WeakValueDictionary
 
@@ -27,7 +29,17 @@ from palaver.chat.turns import NewTurn
 from palaver.errors import BadParameter, PalaverError, ShuttingDown
 from palaver.media import BadMedia
 from palaver.messages import MediaPart, Part, Role, Text, ToolCall, tool
-from palaver.store import Blob, Disconnected, DiskFull, Lease, Locked, NotFound, ReplySettings, StoredMessage
+from palaver.store import (
+    Blob,
+    Disconnected,
+    DiskFull,
+    Lease,
+    Locked,
+    NotFound,
+    ReplySettings,
+    StoredMessage,
+    StoreError,
+)
 from palaver.store.encoding import load_media, store_media
 from palaver.store.tool_rounds import ENDED, CallState, RoundCall, RoundState, ToolRound
 from palaver.store.tool_rules import Rule
@@ -41,7 +53,10 @@ P = ParamSpec("P")
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
 RETRY_SECONDS = 1.0
-"""The pause between attempts to record what a call does."""
+"""The first pause between attempts to record what a call does. Each is twice as long as the one before."""
+MAX_RETRY_SECONDS = 30.0
+PASSING_ERRORS = (DiskFull, Locked, Disconnected)
+"""Failures of the store that pass by themselves."""
 DENIED = "The user did not allow this call."
 FORBIDDEN = "This tool is not allowed in this conversation."
 SKIPPED = "The call was interrupted. It is not known whether it had an effect."
@@ -98,6 +113,8 @@ class ToolLoop:
         self._calls: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._returned: set[tuple[str, int]] = set()
         """The calls whose tools have returned, and whose results are being recorded."""
+        self._failing: dict[str, asyncio.Task[None]] = {}
+        """The rounds that have failed, by reply, until that is recorded. They do not go on meanwhile."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._closing = False
@@ -114,7 +131,7 @@ class ToolLoop:
             if decision.arguments is not None:
                 _parse_arguments(decision.arguments, "arguments")
         if round.state in (RoundState.STOPPED, RoundState.FAILED) and decisions:
-            await to_thread(self._rounds.reopen, reply_id)
+            await self._reopen(reply_id)
         for decision in decisions:
             call = next(one for one in round.calls if one.position == decision.position)
             await self._decide(owner, round, call, decision)
@@ -142,10 +159,16 @@ class ToolLoop:
         round = await to_thread(self._rounds.get, reply_id)
         if round is None or round.state is RoundState.DONE:
             return None
-        await to_thread(self._rounds.reopen, reply_id)
+        await self._reopen(reply_id)
         self._publish(owner, round)
         await self.advance(reply_id)
         return await self._get(reply_id)
+
+    async def _reopen(self, reply_id: str) -> None:
+        """Continues a round, also one whose failure is not recorded yet."""
+        await to_thread(self._rounds.reopen, reply_id)
+        if failing := self._failing.pop(reply_id, None):
+            failing.cancel()
 
     # what happens by itself
 
@@ -175,12 +198,28 @@ class ToolLoop:
             except ShuttingDown:
                 pass  # the round stays open: the next process goes on
             except Exception as error:
-                await self._fail(reply_id, error)
+                self._fail(reply_id, error)
+                if failing := self._failing.get(reply_id):  # in an outage, the caller does not wait for its end
+                    await asyncio.wait([failing], timeout=RETRY_SECONDS)
 
-    async def _fail(self, reply_id: str, error: BaseException) -> None:
+    def _fail(self, reply_id: str, error: BaseException) -> None:
+        """Fails a round as soon as the store can be written. It does not go on meanwhile: it would fail again."""
         if not isinstance(error, PalaverError):
             _log.error("a loop of tool calls failed", exc_info=error)
-        await to_thread(self._rounds.fail, reply_id, str(error) or type(error).__name__)
+        if reply_id in self._failing or self._closing:
+            return
+
+        def end(task: asyncio.Task[None]) -> None:
+            if self._failing.get(reply_id) is task:
+                del self._failing[reply_id]
+
+        text = str(error) or type(error).__name__
+        task = self._create_task(self._retry(lambda: self._record_failure(reply_id, text), StoreError))
+        self._failing[reply_id] = task
+        task.add_done_callback(end)
+
+    async def _record_failure(self, reply_id: str, error: str) -> None:
+        await to_thread(self._rounds.fail, reply_id, error)
         reply = await to_thread(self._service.store.messages.get, reply_id)
         self._publish(await self._owner(reply), await self._get(reply_id))
 
@@ -195,7 +234,7 @@ class ToolLoop:
 
     async def _advance(self, reply_id: str) -> None:
         before = await to_thread(self._rounds.get, reply_id)
-        if before is None or before.state is not RoundState.OPEN or self._closing:
+        if before is None or before.state is not RoundState.OPEN or self._closing or reply_id in self._failing:
             return
         reply = await to_thread(self._service.store.messages.get, reply_id)
         owner = await self._owner(reply)
@@ -203,6 +242,8 @@ class ToolLoop:
             if call.state is CallState.NEW:
                 await self._apply_rules(owner, reply, call)
         round = await self._get(reply_id)
+        if reply_id in self._failing:  # a call failed meanwhile
+            return
         for call in round.calls:
             if call.state is CallState.APPROVED and (reply_id, call.position) not in self._calls:
                 self._start(owner, round, call)
@@ -251,7 +292,10 @@ class ToolLoop:
         def end(task: asyncio.Task[None]) -> None:
             del self._calls[round.reply_id, call.position]
             error = None if task.cancelled() else task.exception()
-            self._spawn(self.advance(round.reply_id) if error is None else self._fail(round.reply_id, error))
+            if error is None:
+                self._spawn(self.advance(round.reply_id))
+            else:
+                self._fail(round.reply_id, error)
 
         task = asyncio.create_task(self._run(owner, round, call))
         self._calls[round.reply_id, call.position] = task
@@ -275,7 +319,8 @@ class ToolLoop:
             raise
         except Exception:
             _log.exception("the result of a tool call was not recorded")
-            await self._record(self._rounds.interrupt, lease, *key)
+            await self._retry(lambda: asyncio.shield(to_thread(self._rounds.interrupt, lease, *key)), StoreError)
+            self._publish(owner, round)
         finally:
             self._returned.discard(key)
 
@@ -291,20 +336,29 @@ class ToolLoop:
             tried.append(lease.id)
             return lease if self._rounds.begin(lease, reply_id, position, before) else None
 
-        return await self._retry(lambda: self._service.turns.write_under_lease(begin))
+        write = partial(self._service.turns.write_under_lease, begin)
+        return await self._retry(write, limit=OUTAGE_SECONDS)
 
     async def _record(self, write: Callable[P, T], *values: P.args, **named: P.kwargs) -> T:
         return await self._retry(lambda: asyncio.shield(to_thread(write, *values, **named)))
 
-    async def _retry(self, write: Callable[[], Awaitable[T]]) -> T:
+    async def _retry(
+        self,
+        write: Callable[[], Awaitable[T]],
+        errors: type[StoreError] | tuple[type[StoreError], ...] = PASSING_ERRORS,
+        limit: float = math.inf,
+    ) -> T:
         """Writes what a call does, and tries again while the disk is full, the database is locked or does not answer:
-        a result must not be lost, and a call that can't be recorded must not run."""
-        begun, waits = time.monotonic(), False
+        a result must not be lost, and a call that can't be recorded must not run.
+
+        `errors`: those after which it tries again. `limit`: the seconds after which it raises them.
+        """
+        begun, waits, pause = time.monotonic(), False, RETRY_SECONDS
         while True:
             try:
                 written = await write()
-            except (DiskFull, Locked, Disconnected) as error:
-                if time.monotonic() - begun > OUTAGE_SECONDS:
+            except errors as error:
+                if time.monotonic() - begun > limit:
                     raise
                 if not waits:
                     _log.warning("a tool call waits for the store: %s", error)
@@ -313,7 +367,8 @@ class ToolLoop:
                 if waits:
                     _log.warning("the store can be written again: a tool call goes on")
                 return written
-            await asyncio.sleep(RETRY_SECONDS)
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, MAX_RETRY_SECONDS)
 
     async def _call_tool(self, owner: str, call: RoundCall) -> ToolOutcome:
         try:
@@ -457,9 +512,13 @@ class ToolLoop:
         if self._closing:
             work.close()
             return
+        self._create_task(work)
+
+    def _create_task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
 
 class LoopLimitReached(PalaverError):
