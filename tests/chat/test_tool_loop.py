@@ -495,6 +495,34 @@ async def test_a_round_whose_failure_is_not_recorded_yet_can_be_continued(
     assert recorded(tmp_path).count("call unchanged") == 1
 
 
+async def test_a_stop_of_a_failed_round_interrupts_the_calls_that_still_run(
+    service: Service, chat: Chat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reply = await send(chat, ["bad__unchanged", "bad__slow"])
+    round = await wait_for_round(chat, reply.id)
+    begin = service.store.tool_rounds.begin
+
+    def refuse_first(lease: Lease, reply_id: str, position: int, *arguments: Any) -> bool:
+        if position == 0:
+            raise READ_ONLY
+        return begin(lease, reply_id, position, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(service.store.tool_rounds, "begin", refuse_first)
+        await chat.decide_calls(reply.id, approve(round)[1:])
+        await wait_for_record(tmp_path, "call slow")
+        await chat.decide_calls(reply.id, approve(round)[:1])
+        failed = await wait_for_round(chat, reply.id, RoundState.FAILED)
+    assert [call.state for call in failed.calls] == [CallState.APPROVED, CallState.RUNNING]
+    await chat.stop_reply(reply.id)
+    await wait_for_record(tmp_path, "cancelled")
+    stopped = await wait_for_round(chat, reply.id, RoundState.FAILED)
+    assert [call.state for call in stopped.calls] == [CallState.WAITING, CallState.INTERRUPTED]
+    await chat.decide_calls(reply.id, [CallDecision(0, True), CallDecision(1, False)])
+    assert results(await chat.path((await next_reply(chat, round)).id)) == ["as always", SKIPPED]
+    assert recorded(tmp_path).count("call slow") == 1
+
+
 async def test_a_result_outlasts_an_outage_of_any_length(
     service: Service, chat: Chat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,7 +8,7 @@ from sqlalchemy import delete
 from palaver.messages import ToolCall
 from palaver.store import LeaseLost, ReplyEnding, ReplyStatus, Store
 from palaver.store.schema import holders
-from palaver.store.tool_rounds import CallState
+from palaver.store.tool_rounds import CallState, RoundState
 from tests.store.factories import SETTINGS, add_message, new_conversation
 
 
@@ -80,6 +80,21 @@ def test_the_result_of_a_call_that_was_considered_interrupted_is_used(store: Sto
     rounds.interrupt_orphans()
     assert rounds.record_result(lease, reply, 0, "late", False)
     assert states(store, reply) == [CallState.DONE]
+
+
+def test_a_stop_interrupts_what_still_runs_in_a_failed_round(store: Store) -> None:
+    rounds, reply = store.tool_rounds, call_tools(store, "demo__clock", "demo__roll", "demo__read")
+    lease = store.leases.open()
+    for position in (0, 1):
+        assert rounds.decide(reply, position, True, None, "")
+    assert rounds.begin(lease, reply, 1)
+    assert rounds.fail(reply, "call 0 was not recorded")
+    assert rounds.stop(reply)
+    assert states(store, reply) == [CallState.WAITING, CallState.INTERRUPTED, CallState.WAITING]
+    round = rounds.get(reply)
+    assert round is not None
+    assert (round.state, round.error) == (RoundState.FAILED, "call 0 was not recorded")
+    assert not rounds.stop(reply)
 
 
 def test_rounds_that_wait_for_a_decision_do_not_go_on_by_themselves(store: Store) -> None:

@@ -192,11 +192,14 @@ class ToolRounds:
         return tuple(dict.fromkeys(row.message_id for row in orphans))
 
     def stop(self, reply_id: str) -> bool:
-        """Stops an open round. Calls that had begun are interrupted; approvals of others are taken back."""
+        """Stops an open round, or the calls that still run in a failed one, which stays failed. Calls that had begun
+        are interrupted; approvals of others are taken back. Returns False if there was nothing to stop."""
         with self._database.write_transaction() as connection:
-            if not _set_round(connection, reply_id, (RoundState.OPEN,), state=RoundState.STOPPED.value):
+            stopped = _set_round(connection, reply_id, (RoundState.OPEN,), state=RoundState.STOPPED.value)
+            running = _running_calls(connection, reply_id)
+            if not stopped and not running:
                 return False
-            for row in _running_calls(connection, reply_id):
+            for row in running:
                 _interrupt(connection, reply_id, row.position)
             not_begun = _where_call(reply_id, None, (CallState.NEW, CallState.APPROVED))
             connection.execute(update(tool_calls).where(*not_begun).values(state=CallState.WAITING.value))
