@@ -32,7 +32,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.peers import GGUF, PALAVER, STARTS, Answer, HttpPeer, prepare
+from benchmarks.peers import GGUF, PALAVER, STARTS, Answer, HttpPeer, pause, prepare, resume
 
 SETTINGS: dict[str, Any] = {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
 """Of a stored turn. The seed is that of the turn."""
@@ -236,9 +236,12 @@ async def main() -> int:
                     continue
                 if isinstance(started, HttpPeer):
                     peers.append(started)
+        pause(peers)
         for rate in arguments.rates:
             for peer in peers:
+                resume([peer])
                 runs.append(await play(peer, rate, arguments.seconds, arguments.seed))
+                pause([peer])
                 print(" | ".join(row(runs[-1])), file=sys.stderr)
     for cells in (HEAD, ["---"] * len(HEAD), *map(row, runs)):
         print(f"| {' | '.join(cells)} |")
