@@ -113,7 +113,7 @@ static void *help(void *argument) {
     }
 }
 
-/* The threads that a pass of so many has: in a fork there are no helpers. */
+/* Begins a pass in so many threads. Returns how many it gets: one in a fork, which has no helpers. */
 static int64_t begin_pass(team *t, int64_t threads) {
     if (t->process != getpid()) return 1;
     atomic_store(&t->threads, threads);
