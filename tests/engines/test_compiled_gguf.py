@@ -111,7 +111,8 @@ def logits_of(decoder: CompiledDecoder, chunks: Sequence[int], threads: int = 1)
     slot = SlotAllocator(decoder.layout, 1 << 26).allocate(len(TEXT))
     start, out = 0, []
     for size in chunks:
-        rows = Rows([RowChunk(slot, start, TEXT[start : start + size])], need_logits=True, every_row=True)
+        ids = TEXT[start : start + size]
+        rows = Rows([RowChunk(slot, start, ids)], need_logits=True, drafts=[ids[1:]])
         out.append(decoder.run(rows, threads))
         start += size
     return np.concatenate(out)

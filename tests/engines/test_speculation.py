@@ -23,9 +23,11 @@ from palaver.engines.core.speculation import (
     FORGOTTEN_AFTER,
     GUESSED_EXTRA,
     NGRAM,
+    OPENING_TOKENS,
     RESUME_TOKENS,
     DraftLookup,
     PassCosts,
+    ReplyOpenings,
 )
 from palaver.formats.base import RenderOptions
 from palaver.formats.loader import load_format
@@ -295,6 +297,55 @@ def test_stopped_and_continued_with_little_room(seed: int, folder_of: Callable[[
         assert cut == [(await run(plain, *case)).ids for case in cases]
 
     with engines(folder_of("qwen3"), limits) as (drafting, plain):
+        asyncio.run(compare(drafting, plain))
+
+
+def test_what_the_last_two_replies_began_with_is_expected() -> None:
+    openings, prompt = ReplyOpenings(), list(b"... assistant:")
+    openings.record("me", prompt, (1, 2, 3))
+    assert openings.expected("me", prompt) == ()
+    openings.record("me", prompt, (1, 2, 4))
+    assert openings.expected("me", list(b"other ... assistant:")) == (1, 2)
+    assert openings.expected("you", prompt) == openings.expected("me", list(b"... user:")) == ()
+    openings.record("me", prompt, (9,))
+    assert openings.expected("me", prompt) == ()
+
+
+@needs_a_compiler
+def test_an_expected_opening_is_computed_with_the_prompt(
+    folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Replies are those without it: with the expected opening and with others, cached, continued, and side by side."""
+    alike = Sampling(temperature=0.8, max_tokens=12, seed=3, logit_bias=((ord("a"), 90.0),))
+    others = [
+        replace(alike, logit_bias=((ord("b"), 90.0),)),
+        replace(alike, logit_bias=()),
+        replace(alike, max_tokens=2),
+    ]
+    prompts = [Prompt(tuple(f"{number} {'words ' * number}ok:".encode())) for number in range(12)]
+
+    async def compare(drafting: LocalEngine, plain: LocalEngine) -> None:
+        async def same(prompt: Prompt, sampling: Sampling) -> int:
+            before = drafting.statistics.accepted_tokens
+            expected = await run(plain, prompt, sampling)
+            assert (await run(drafting, prompt, sampling)).steps == expected.steps
+            return drafting.statistics.accepted_tokens - before
+
+        assert await same(prompts[0], alike) + await same(prompts[1], alike) == 0
+        assert await same(prompts[2], alike) == OPENING_TOKENS
+        assert await same(prompts[2], alike) == OPENING_TOKENS - 1, "the first token comes from the cache"
+        assert await same(continued(prompts[3], [ord("a")]), alike) == 0, "it has begun already"
+        assert await same(replace(prompts[3], owner="another"), alike) == 0
+        for prompt, other in zip(prompts[4:], others, strict=False):
+            await same(prompt, other)
+            await same(prompt, alike)
+        cut = await run(drafting, prompts[8], alike, stop_after=2)
+        rest = await run(drafting, continued(prompts[8], cut.ids), alike)
+        assert cut.ids + rest.ids == (await run(plain, prompts[8], alike)).ids
+        await asyncio.gather(*(same(prompt, alike) for prompt in prompts[8:]))
+
+    monkeypatch.setattr(DraftLookup, "propose", lambda *_: ())
+    with engines(folder_of("qwen3")) as (drafting, plain):
         asyncio.run(compare(drafting, plain))
 
 

@@ -143,8 +143,8 @@ class Rows:
     needs_logits, rotary position, embedding, rotations. Holds references to the memory that they point to: the pools of
     the slots, and what media bring."""
 
-    def __init__(self, chunks: Sequence[RowChunk], need_logits: bool, every_row: bool = False) -> None:
-        """`every_row`: logits are needed after each token, not only after the last one of a chunk."""
+    def __init__(self, chunks: Sequence[RowChunk], need_logits: bool, drafts: Sequence[Sequence[int]] = ()) -> None:
+        """`drafts`: the tokens at the end of each chunk that are drafts. Logits are needed after each of these, too."""
         self._places: list[tuple[SlotPool[HostArray], int]] = [(chunk.slot.pool, chunk.slot.index) for chunk in chunks]
         self._media = [(chunk.rotations, chunk.embeddings) for chunk in chunks if chunk.rotations is not None]
         self.is_decode = need_logits and all(len(chunk.ids) == 1 for chunk in chunks)
@@ -166,9 +166,16 @@ class Rows:
                 self._point_to(start, 8, rotations)
             for first, values in embeddings:
                 self._point_to(start + first, 7, values)
-        if every_row:
-            self.array[:, 5], self.num_logits = True, len(self.array)
+        if drafts:
+            self._need_logits(chunks, drafts)
         self.max_rotary_position = int(self.array[:, 6].max())
+
+    def _need_logits(self, chunks: Sequence[RowChunk], drafts: Sequence[Sequence[int]]) -> None:
+        end = 0
+        for chunk, draft in zip(chunks, drafts, strict=True):
+            end += len(chunk.ids)
+            self.array[end - 1 - len(draft) : end, 5] = True
+        self.num_logits = int(self.array[:, 5].sum())
 
     def _point_to(self, row: int, column: int, values: HostArray) -> None:
         """The rows from this one on point to the values, one each."""
@@ -361,6 +368,7 @@ class CompiledRunner(SlotRunner[HostArray]):
         super().__init__(decoder.layout, cache_bytes, context_length)
         if speculate:
             self.verify_drafts = self._verify_drafts
+            self.drafts_after_prompts = True
         self._decoder = decoder
         self._threads = threads
         self._idle_cores = IdleCores()
@@ -389,16 +397,17 @@ class CompiledRunner(SlotRunner[HostArray]):
         return RowChunk(self._slots[sequence], sequence.computed_tokens, ids)
 
     def _verify_drafts(self, sequences: Sequence[SequenceState], drafts: Sequence[Sequence[int]]) -> HostLogits:
-        self._grow_slots(sequences, [1 + len(draft) for draft in drafts])
+        counts = [sequence.pending_tokens for sequence in sequences]
+        self._grow_slots(sequences, [count + len(draft) for count, draft in zip(counts, drafts, strict=True)])
         chunks = [
-            self._chunk(sequence, [sequence.token_ids[-1], *draft])
-            for sequence, draft in zip(sequences, drafts, strict=True)
+            self._chunk(sequence, [*sequence.token_ids[-count:], *draft])
+            for sequence, count, draft in zip(sequences, counts, drafts, strict=True)
         ]
-        logits = self._run_rows(Rows(chunks, need_logits=True, every_row=True), self._draft_logits)
+        logits = self._run_rows(Rows(chunks, need_logits=True, drafts=drafts), self._draft_logits)
         if self._draft_logits is None or len(self._draft_logits) < len(logits):
             self._draft_logits = logits.array
-        for sequence in sequences:
-            sequence.computed_tokens += 1
+        for sequence, count in zip(sequences, counts, strict=True):
+            sequence.computed_tokens += count
         return logits
 
     def _run_rows(self, rows: Rows, memory: HostArray | None = None) -> HostLogits:

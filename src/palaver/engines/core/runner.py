@@ -66,9 +66,10 @@ Returns None where these sequences can't share a pass. Raises CacheFull before a
 
 
 VerifyDrafts: TypeAlias = Callable[[Sequence[SequenceState], Sequence[Sequence[int]]], Logits]
-"""Computes the one pending token of each sequence and its draft behind it. Returns a row of logits after each of them.
+"""Computes the pending tokens of each sequence and its draft behind them. Returns a row of logits after the last
+pending token and after each of the draft.
 
-Only the pending token counts as computed: the caller adds the tokens of the draft that it accepts. Each row has the
+Only pending tokens count as computed: the caller adds the tokens of the draft that it accepts. Each row has the
 bits that it has in a pass of its own. The next call may overwrite them. Raises CacheFull before anything is computed if
 there is no room.
 """
@@ -159,6 +160,11 @@ class Runner(Protocol):
         """None where a token's bits depend on the tokens that are computed in the same pass."""
         ...
 
+    @property
+    def drafts_after_prompts(self) -> bool:
+        """Whether `verify_drafts` takes sequences with more than one pending token."""
+        ...
+
     def needs_recompute(self, sequence: SequenceState) -> bool:
         """Whether the whole sequence must be computed again, because it outgrew the frequencies it started with."""
         ...
@@ -194,6 +200,7 @@ class SlotRunner(ABC, Generic[A]):
     run_ahead: RunAhead | None = None
     resume_cached: ResumeCached | None = None
     verify_drafts: VerifyDrafts | None = None
+    drafts_after_prompts = False
 
     def __init__(self, layout: KVLayout[A], cache_bytes: int, context_length: int) -> None:
         self._cache = PrefixCache(layout, cache_bytes)

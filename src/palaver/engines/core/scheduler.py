@@ -13,7 +13,7 @@ from palaver.engines.core.generation import LocalGeneration, Outbox
 from palaver.engines.core.request import RequestQueue, SequenceState, split_prefill_budget
 from palaver.engines.core.runner import PassInterrupted, RunAhead, Runner, VerifyDrafts
 from palaver.engines.core.sampler import Logits, SampledStep
-from palaver.engines.core.speculation import MAX_ROWS, DraftLookup, PassCosts
+from palaver.engines.core.speculation import MAX_ROWS, OPENING_TOKENS, DraftLookup, PassCosts, ReplyOpenings
 from palaver.errors import CacheFull, EngineError, PalaverError
 from palaver.generation import AnswerRequested, Ended, Finish, Prefilled
 
@@ -59,6 +59,7 @@ class Scheduler:
         self._ahead: _AheadPass | None = None
         """The pass that runs already, where the runner runs ahead."""
         self._pass_costs = PassCosts(waits_for_host=runner.run_ahead is not None)
+        self._openings = ReplyOpenings()
         self._step_began = 0.0
         self.draft_tokens = self.accepted_tokens = 0
         """Tokens that were drafted so far, and those of them that were sampled, too."""
@@ -266,7 +267,8 @@ class Scheduler:
         completes = sum(counts) == sum(sequence.prefill_tokens for sequence in prefilling)
         last_too = self._runner.prefills_last_token and not any(sequence.replays for sequence in prefilling)
         if completes and not delays_others and last_too:
-            self._decode(sequences, [count + 1 for count in counts])
+            if not self._decode_openings(sequences):
+                self._decode(sequences, [count + 1 for count in counts])
             return True
         self._forward(sequences, counts, need_logits=False)
         for sequence in sequences:
@@ -302,16 +304,40 @@ class Scheduler:
         drafts = [self._draft(sequence, most) for sequence in sequences]
         if not any(drafts):
             return False
-        began, drafted = self._now(), sum(map(len, drafts))
+        began = self._now()
+        held = self._verify(sequences, drafts, verify)
+        if held is None:
+            return False
+        self._record_drafts(*held, began)
+        return True
+
+    def _decode_openings(self, sequences: list[SequenceState]) -> bool:
+        """Computes prompts to their ends and behind them what the replies are expected to begin with, then samples as
+        `_decode_drafts`. Returns False, with nothing done, if nothing is expected."""
+        verify = self._runner.verify_drafts
+        if verify is None or not self._runner.drafts_after_prompts:
+            return False
+        drafts = [self._expected_opening(sequence) for sequence in sequences]
+        return any(drafts) and self._verify(sequences, drafts, verify) is not None
+
+    def _verify(
+        self, sequences: list[SequenceState], drafts: Sequence[Sequence[int]], verify: VerifyDrafts
+    ) -> tuple[list[tuple[_Verified, int]], float] | None:
+        """Computes the pending tokens of each sequence and its draft, then samples as many tokens as the drafts hold.
+        Returns each sequence with the number of its accepted tokens, and when the first token of each was known. None,
+        with nothing done, if the drafts can't be computed."""
         try:
             logits = verify(sequences, drafts)
         except Exception as error:
             as_engine_error(error)  # raises where the device is lost; else it is tried without drafts
-            return False
+            return None
         first_rows = accumulate((1 + len(draft) for draft in drafts), initial=0)
         verified = [_Verified.of(*one, logits) for one in zip(sequences, drafts, first_rows, strict=False)]
+        for one in verified:
+            self._report_prefilled(one.sequence)
+            self._cache_prompt(one.sequence, logits, one.first_row)
         ended: list[tuple[_Verified, int]] = []
-        first_sampled, accepted = began, 0
+        first_sampled, accepted = 0.0, 0
         while verified:
             steps = _sample_verified(logits, verified, accepted)
             if not accepted:
@@ -320,13 +346,28 @@ class Scheduler:
             ended += [(one, accepted) for one, holds in zip(verified, held, strict=True) if not holds]
             verified = [one for one, holds in zip(verified, held, strict=True) if holds]
             accepted += 1
-        self._record_drafts(ended, drafted, began, first_sampled)
-        return True
+        self.draft_tokens += sum(map(len, drafts))
+        self.accepted_tokens += sum(count for _, count in ended)
+        return ended, first_sampled
 
     def _draft(self, sequence: SequenceState, most: int) -> Sequence[int]:
         left = sequence.processor.reply.tokens_left
         most = most if left is None else min(most, left - 1)
-        return self._lookup(sequence).propose(most, self._pass_costs, len(self._running)) if most > 0 else ()
+        if most < 1:
+            return ()
+        opening = self._expected_opening(sequence)[:most]
+        return opening or self._lookup(sequence).propose(most, self._pass_costs, len(self._running))
+
+    def _expected_opening(self, sequence: SequenceState) -> Sequence[int]:
+        """What the first tokens of the reply are expected to be, behind those that are there."""
+        prompt, begun = (
+            sequence.generation.prompt,
+            len(sequence.token_ids) - len(sequence.generation.prompt.context_ids),
+        )
+        if begun >= OPENING_TOKENS or prompt.reply_ids:
+            return ()
+        opening = self._openings.expected(sequence.space, prompt.context_ids)
+        return opening[begun:] if opening[:begun] == tuple(sequence.token_ids[len(prompt.context_ids) :]) else ()
 
     @staticmethod
     def _lookup(sequence: SequenceState) -> DraftLookup:
@@ -344,12 +385,10 @@ class Scheduler:
             sequence.computed_tokens += 1
         return holds
 
-    def _record_drafts(
-        self, ended: Sequence[tuple[_Verified, int]], drafted: int, began: float, first_sampled: float
-    ) -> None:
-        """Each sequence of a pass with the number of its tokens that were accepted. `first_sampled`: when the first
-        token of each was known."""
-        costs, now, accepted = self._pass_costs, self._now(), sum(count for _, count in ended)
+    def _record_drafts(self, ended: Sequence[tuple[_Verified, int]], first_sampled: float, began: float) -> None:
+        """`ended`, `first_sampled`: as of `_verify`."""
+        costs, now = self._pass_costs, self._now()
+        drafted, accepted = sum(len(one.draft) for one, _ in ended), sum(count for _, count in ended)
         if self._runner.run_ahead is None:
             costs.record_drafting(len(ended), drafted, first_sampled - began, accepted, now - first_sampled)
         else:  # without drafts the device would not wait for anything of this step
@@ -358,8 +397,6 @@ class Scheduler:
         for verified, count in ended:
             if verified.sequence.drafts is not None and verified.draft:
                 verified.sequence.drafts.record(len(verified.draft), count, extra, sampling)
-        self.draft_tokens += drafted
-        self.accepted_tokens += accepted
 
     def _decode_ahead(self, ahead: _AheadPass) -> bool:
         """Samples the next tokens of those sequences of a pass that still run. Returns whether there are any."""
@@ -486,8 +523,16 @@ class Scheduler:
     def _finish(self, sequence: SequenceState, output: Ended | PalaverError) -> None:
         del self._running[sequence.generation]
         self._waiting.record_finish()
+        self._record_opening(sequence)
         self._ended.append(sequence)
         self._outbox.put(sequence.generation, output)
+
+    def _record_opening(self, sequence: SequenceState) -> None:
+        prompt = sequence.generation.prompt
+        start = len(prompt.context_ids)
+        opening = tuple(sequence.token_ids[start : start + OPENING_TOKENS])
+        if opening and not prompt.reply_ids and self._runner.verify_drafts is not None:
+            self._openings.record(sequence.space, prompt.context_ids, opening)
 
     def _release_ended(self) -> None:
         """Caches what ended sequences computed, and frees their slots."""

@@ -6,13 +6,20 @@ is gained is time, since a pass over a few tokens costs little more than one ove
 
 How much more it costs is measured while passes run, and how often drafts hold is counted for each reply. A draft has
 the length from which most is to be expected. A reply drafts as long as what it may lose, times the chance that it does,
-is no more than what it has gained by drafts, a two-hundredth of its own time and half a pass."""
+is no more than what it has gained by drafts, a two-hundredth of its own time and half a pass.
+
+What a reply begins with is often known before it has a token: templates of thinking models open each reply with the
+same marker. What the last two replies behind the same kind of prompt have begun with is a draft, too; it is computed in
+the pass over the end of the prompt."""
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from itertools import takewhile
 from statistics import median
+
+from cachetools import LRUCache
 
 NGRAM = 2
 """Tokens that must stand elsewhere in the text for those behind them to be a draft."""
@@ -26,6 +33,13 @@ MAX_ROWS = 16
 """Rows of a pass with drafts: a larger pass costs more for each row than it gains."""
 DRAFT_LENGTHS = (1, 3, 7, 15)
 """Tokens of a draft. With the token before them multiples of four rows, which compiled steps compute together."""
+
+OPENING_TOKENS = 3
+"""Of the start of a reply, which are drafted."""
+PROMPT_END = 4
+"""Tokens at the end of a prompt by which its kind is known: whether the reply may think, or follows a tool's result."""
+MAX_OPENINGS = 1024
+"""Kinds of prompts, of all owners, whose openings are remembered."""
 
 FIRST_CREDIT, MAX_CREDIT = 0.5, 8.0
 ALLOWANCE = 0.005
@@ -333,3 +347,22 @@ class DraftLookup:
             earlier.append(following.get(key, 0))
             following[key] = place
         self._matched = MAX_MATCH
+
+
+class ReplyOpenings:
+    """What replies begin with, remembered by owner: how soon a reply begins must not tell of those of others."""
+
+    def __init__(self) -> None:
+        self._last: LRUCache[Hashable, tuple[tuple[int, ...], tuple[int, ...]]] = LRUCache(MAX_OPENINGS)
+        """By owner and kind of prompt: what the last two replies began with."""
+
+    def record(self, space: Hashable, prompt_ids: Sequence[int], opening: tuple[int, ...]) -> None:
+        """`space`: as of the sequence."""
+        key = (space, *prompt_ids[-PROMPT_END:])
+        _, last = self._last.get(key, ((), ()))
+        self._last[key] = last, opening
+
+    def expected(self, space: Hashable, prompt_ids: Sequence[int]) -> tuple[int, ...]:
+        """What the next reply is expected to begin with; nothing where the last two began differently."""
+        pair = self._last.get((space, *prompt_ids[-PROMPT_END:]), ((), ()))
+        return tuple(one for one, _ in takewhile(lambda both: both[0] == both[1], zip(*pair, strict=False)))

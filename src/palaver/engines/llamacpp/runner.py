@@ -45,6 +45,7 @@ class LlamaRunner:
         self.run_ahead = None
         self.resume_cached = None
         self.verify_drafts = None
+        self.drafts_after_prompts = False
         self.supports_batching = True
         self.prefills_last_token = passes.prefills_last_token
         self.max_replayed = passes.max_replayed

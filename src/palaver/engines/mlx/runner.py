@@ -114,6 +114,7 @@ class MLXRunner:
         self.run_ahead = None
         self.resume_cached = None
         self.verify_drafts = None
+        self.drafts_after_prompts = False
         self.supports_batching = True
         self.forward_seconds = 0.0
         self._model = model

@@ -218,6 +218,7 @@ class SnapshotRunner:
         self.run_ahead = None
         self.resume_cached = None
         self.verify_drafts = None
+        self.drafts_after_prompts = False
         self.supports_batching = False
         self.prefills_last_token = False
         self.max_replayed = 0
