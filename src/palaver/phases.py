@@ -72,6 +72,8 @@ class Phases:
     markers: frozenset[int] = frozenset()
     """Token ids of the format's markers: text only in the arguments of a tool call. Triggers take precedence."""
     held: RequiredGrammar | None = None
+    may_think: bool = True
+    """Whether the model may open a thought before an answer with a constraint. It may not if thinking is off."""
 
     @property
     def opens_in(self) -> Phase:

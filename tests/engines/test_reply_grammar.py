@@ -99,6 +99,15 @@ async def test_thinking_is_never_constrained(engine: TorchEngine) -> None:
     assert re.fullmatch(rb"\n[0-9]{3,5}<end>", answer)
 
 
+async def test_no_thought_is_opened_where_thinking_is_off(engine: TorchEngine) -> None:
+    prompt = replace(PROMPT, phases=replace(THINKING, may_think=False))
+    eager = sampling(DIGITS, logit_bias=((THINK, 1000.0), (10, 900.0)))
+    out = await run(engine, prompt, eager)
+    assert re.fullmatch(rb"[0-9]{3,5}<end>", text(out))
+    for cut in range(len(out.ids)):
+        assert out.ids[:cut] + (await run(engine, continued(prompt, out.ids[:cut]), eager)).ids == out.ids
+
+
 async def test_a_constrained_reply_cut_anywhere_goes_on_the_same(engine: TorchEngine) -> None:
     prompt = replace(PROMPT, phases=THINKING)
     for constraint in (POINT, DIGITS):

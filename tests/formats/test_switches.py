@@ -109,6 +109,21 @@ def test_the_reply_opens_as_it_was_switched() -> None:
     assert opens("moss", effort="low") is Phase.THINKING
 
 
+def test_a_constrained_answer_waits_for_no_thought_where_thinking_is_off() -> None:
+    def may_think(name: str, **options: Any) -> bool:
+        return make_format(name)[0].render([user("q")], (), RenderOptions(**options)).phases.may_think
+
+    assert may_think("dune"), "it has no switch"
+    assert may_think("reed"), "what it does by itself is unknown"
+    assert may_think("heath")
+    assert may_think("cobalt", budget=512)
+    assert may_think("moss", thinking=True)
+    assert not may_think("moss"), "it does not think by itself"
+    assert not may_think("heath", effort="none")
+    assert not may_think("reed", thinking=False)
+    assert not may_think("kelp", variables={"no_reasoning": True})
+
+
 def test_a_day_is_written_as_the_template_writes_it() -> None:
     now = datetime(2031, 5, 6)
     assert "Current date: 2031-05-06" in prompt("opal", now=now)

@@ -135,7 +135,7 @@ class TemplateFormat:
         if lacks_first_line and self.facts.thinking is not None:
             text = text.removesuffix(self.facts.thinking.opening)
         ids, spans = self._context_ids(text, escaped.mark, past_replies, media)
-        phases = self._phases(opens_in, tools, options)
+        phases = self._phases(opens_in, tools, options, self._may_think({**options.variables, **switches}))
         if lacks_first_line:
             phases = replace(phases, start=phases.states[phases.start].other or phases.start)
         if reply_so_far or not (options.healing and partial_reply):
@@ -174,17 +174,25 @@ class TemplateFormat:
             return False
         return not partial_reply.thinking.startswith(thinking.opener)
 
-    def _phases(self, opens_in: Phase, tools: Sequence[Tool], options: RenderOptions) -> Phases:
+    def _may_think(self, variables: Mapping[str, Any]) -> bool:
+        """Whether thinking isn't switched off, by these variables or by default."""
+        switch = self.facts.switch
+        if switch is None or (switch.default is None and switch.name not in variables):
+            return True
+        return switch.thinks(variables)
+
+    def _phases(self, opens_in: Phase, tools: Sequence[Tool], options: RenderOptions, may_think: bool) -> Phases:
         offers_tools = bool(tools) and options.calls
         if not options.must_call:
-            return self._reply_phases(opens_in, offers_tools, self._closing_ids)
+            phases = self._reply_phases(opens_in, offers_tools, self._closing_ids)
+            return phases if may_think else replace(phases, may_think=False)
         forced = [tool for tool in tools if tool.name in options.must_call]
         if not forced or not options.calls:
             raise BadParameter("must_call", ", ".join(options.must_call), "there is no such tool among the tools")
         lead = self._leading_space(options).calls
-        grammar = forced_call_grammar(self.facts, forced, self._tokenizer.control, lead, options.thinking is not False)
+        grammar = forced_call_grammar(self.facts, forced, self._tokenizer.control, lead, may_think)
         phases = self._reply_phases(opens_in, offers_tools, self._closer_ids, must_call=True)
-        return replace(phases, held=grammar)
+        return replace(phases, held=grammar, may_think=may_think)
 
     def _context_ids(
         self, text: str, mark: str, past_replies: Sequence[Sequence[int] | None], media: PromptMedia | None

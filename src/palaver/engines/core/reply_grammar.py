@@ -51,7 +51,7 @@ class AnswerGrammar:
         self._partial_marker: bytes | None = None
         """The text so far of a marker that leads out of the answer."""
         self._thought_closed = False
-        self._blank_ids = _blank_ids(phases, index)
+        self._blank_ids = _blank_ids(phases, index) if phases.may_think else frozenset[int]()
         """White space that the model writes between a thought and its answer; allowed once."""
 
     def accept_token(self, token_id: int, reply: ReplyState, forced: bool) -> None:
@@ -106,8 +106,10 @@ class AnswerGrammar:
         return ids
 
     def _leads_out(self, trigger: Trigger) -> bool:
-        """After one thought no second one is allowed: the answer must come."""
-        return not self._thought_closed if self._is_thinking(trigger.to) else not self._is_answer(trigger.to)
+        """After one thought no second one is allowed, and none where thinking is off: the answer must come."""
+        if self._is_thinking(trigger.to):
+            return self._phases.may_think and not self._thought_closed
+        return not self._is_answer(trigger.to)
 
     def _continuing_ids(self, marker: bytes) -> set[int]:
         """Tokens that continue to spell this marker."""
