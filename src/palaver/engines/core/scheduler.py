@@ -360,10 +360,8 @@ class Scheduler:
 
     def _expected_opening(self, sequence: SequenceState) -> Sequence[int]:
         """What the first tokens of the reply are expected to be, behind those that are there."""
-        prompt, begun = (
-            sequence.generation.prompt,
-            len(sequence.token_ids) - len(sequence.generation.prompt.context_ids),
-        )
+        prompt = sequence.generation.prompt
+        begun = len(sequence.token_ids) - len(prompt.context_ids)
         if begun >= OPENING_TOKENS or prompt.reply_ids:
             return ()
         opening = self._openings.expected(sequence.space, prompt.context_ids)
