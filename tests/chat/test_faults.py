@@ -211,7 +211,7 @@ async def test_a_fault_at_any_step_of_the_engine(tmp_path: Path) -> None:
     with open_store(tmp_path) as store:
         async with Service(store, models) as service:
             chat = service.chat(store.users.ensure().id)
-            wanted = {"max_tokens": 6, "temperature": 0}
+            wanted = {"max_tokens": 12, "temperature": 0}
             talk_to = await chat.create_conversation(parameters=wanted)
             first = await chat.send_message(talk_to.id, None, user("What is 2 + 3?"))
             await read_entries(chat, first.reply.id)
