@@ -93,7 +93,9 @@ class _Layer(Structure):
     _fields_ = (
         *((name, _Norm) for name in ("input_norm", "post_attention_norm", "qk_norm")),
         ("qkv_proj", _Matrix * QKV_PARTS),
-        *((name, _Matrix) for name in ("o_proj", "gate_proj", "up_proj", "down_proj")),
+        ("o_proj", _Matrix),
+        ("gate_up_proj", _Matrix * 2),
+        ("down_proj", _Matrix),
     )
 
 
@@ -278,8 +280,7 @@ class CompiledDecoder:
             qk_norm=_Norm() if layer.qk_norm is None else self._norm(layer.qk_norm),
             qkv_proj=(_Matrix * QKV_PARTS)(*(self._matrix(part, packer) for part in layer.qkv)),
             o_proj=self._matrix(layer.output, packer),
-            gate_proj=self._matrix(layer.gate, packer),
-            up_proj=self._matrix(layer.up, packer),
+            gate_up_proj=(_Matrix * 2)(self._matrix(layer.gate, packer), self._matrix(layer.up, packer)),
             down_proj=self._matrix(layer.down, packer),
         )
 

@@ -2,9 +2,10 @@
 
    A row is a new token of a sequence. Its bits depend on the tokens before it in its sequence and on nothing else: not
    on the other rows, the chunk size or the number of threads, because the order of every sum is fixed. Weights are
-   stored in panels (panels.h), in the narrowest type that holds them without loss; all arithmetic is done in float. */
+   stored in panels (panels.h), in the narrowest type that holds them without loss. Arithmetic is done in float, but for
+   the products with quantised weights (products.h). */
 
-#include "panels.h"
+#include "products.h"
 #include "threads.h"
 
 #define QUERIES 8 /* queries of one KV head whose sums fit into registers */
@@ -29,7 +30,7 @@ typedef struct {
 
 typedef struct {
     norm input_norm, post_attention_norm, qk_norm; /* qk_norm: a row of weights for each head, or NULL */
-    matrix qkv_proj[3], o_proj, gate_proj, up_proj, down_proj; /* qkv_proj: some may be empty */
+    matrix qkv_proj[3], o_proj, gate_up_proj[2], down_proj; /* qkv_proj: some may be empty */
 } layer;
 
 typedef struct {
@@ -63,6 +64,7 @@ typedef struct {
 typedef struct {
     model m;
     float *x, *normed, *qkv, *attended, *intermediate; /* [rows][...] */
+    rounded *rounded; /* of the rows of a product, [rows][groups] */
     span *spans, *groups; /* groups: of spans */
     float **scratch; /* of each thread */
     team *team;
@@ -72,8 +74,7 @@ typedef struct {
 typedef struct {
     const matrix *by;
     int64_t count;
-    const float *x;
-    int64_t apart;
+    row_numbers x;
     float *y;
     int64_t y_apart;
     int adds;
@@ -95,7 +96,7 @@ typedef struct {
 /* The memory of a thread for one task. */
 typedef struct {
     float *queries, *blended, *scores, *turned; /* of the spans of a group: queries and weighted values so far */
-    float *tiles, *expanded;
+    float *tiles;
 } scratch;
 
 /* The floats that attention needs in a thread. */
@@ -109,7 +110,6 @@ static scratch scratch_of(const decoder *d, int64_t thread) {
     s.scores = s.blended + SPANS * QUERIES * d->m.head_dim;
     s.turned = s.scores + QUERIES * KEYS;
     s.tiles = s.queries + attention_floats(&d->m);
-    s.expanded = s.tiles + 2 * d->m.max_rows * PANEL;
     return s;
 }
 
@@ -145,15 +145,33 @@ static void multiply_task(const void *context, int64_t panel, int64_t thread) {
     scratch s = scratch_of(w->d, thread);
     int64_t out = 0;
     for (; panel >= panel_count(one->outputs); one++) panel -= panel_count(one->outputs), out += one->outputs;
-    multiply_panel(one, panel, w->count, p->x, p->apart, s.tiles, s.expanded);
+    multiply_panel(one, panel, w->count, &p->x, s.tiles);
     for (int64_t r = 0; r < w->count; r++)
         finish(one, panel, s.tiles + r * PANEL, p->adds, p->y + r * p->y_apart + out);
+}
+
+static void round_task(const void *context, int64_t task, int64_t thread) {
+    const work *w = context;
+    const rows_product *p = &w->product;
+    int64_t inputs = p->by->inputs, rows = rows_of_task(inputs), stop = at_most(w->count, (task + 1) * rows);
+    (void)thread;
+    for (int64_t r = task * rows; r < stop; r++)
+        round_row(p->x.floats + r * p->x.apart, inputs, w->d->rounded + r * rounded_groups(inputs));
+}
+
+/* Sets the product that is computed next, and rounds its rows if it has quantised weights. */
+static void begin_product(work *w, rows_product product) {
+    int rounds = 0;
+    for (int64_t n = 0; n < product.count; n++) rounds |= is_quantised(product.by[n].dtype);
+    w->product = product;
+    if (rounds) share(w, row_tasks(w->count, product.by->inputs), round_task);
+    w->product.x.integers = w->d->rounded;
 }
 
 static void multiply(work *w, rows_product product) {
     int64_t panels = 0;
     for (int64_t n = 0; n < product.count; n++) panels += panel_count(product.by[n].outputs);
-    w->product = product;
+    begin_product(w, product);
     share(w, panels, multiply_task);
 }
 
@@ -165,11 +183,11 @@ ALWAYS vec biased(const matrix *by, int64_t out, const float *sums) {
 static void gate_task(const void *context, int64_t panel, int64_t thread) {
     const work *w = context;
     const rows_product *p = &w->product;
-    const matrix *gate = &w->l->gate_proj, *up = &w->l->up_proj;
+    const matrix *gate = p->by, *up = gate + 1;
     scratch s = scratch_of(w->d, thread);
     float *gates = s.tiles, *ups = gates + w->count * PANEL;
-    multiply_panel(gate, panel, w->count, p->x, p->apart, gates, s.expanded);
-    multiply_panel(up, panel, w->count, p->x, p->apart, ups, s.expanded);
+    multiply_panel(gate, panel, w->count, &p->x, gates);
+    multiply_panel(up, panel, w->count, &p->x, ups);
     for (int64_t r = 0; r < w->count; r++)
         for (int64_t k = 0, out = panel * PANEL; k < PANEL; k += LANES) {
             vec open = biased(gate, out + k, gates + r * PANEL + k);
@@ -190,10 +208,10 @@ static void norm_to(const norm *by, const float *x, int64_t size, float *y) {
 static void embed_task(const void *context, int64_t task, int64_t thread) {
     const work *w = context;
     int64_t hidden = w->d->m.hidden_size, rows = rows_of_task(hidden), stop = at_most(w->count, (task + 1) * rows);
-    scratch s = scratch_of(w->d, thread);
+    (void)thread;
     for (int64_t r = task * rows; r < stop; r++) {
         if (w->rows[r].embedding) memcpy(w->d->x + r * hidden, w->rows[r].embedding, hidden * sizeof(float));
-        else read_output(&w->d->m.embedding, w->rows[r].token, w->d->x + r * hidden, s.expanded);
+        else read_output(&w->d->m.embedding, w->rows[r].token, w->d->x + r * hidden);
     }
 }
 
@@ -554,7 +572,7 @@ static void pass(work *w) {
         const layer *l = w->l = m->layers + w->depth;
         int last = w->depth + 1 == m->num_layers;
         norm_rows(w, &l->input_norm);
-        multiply(w, (rows_product){l->qkv_proj, 3, d->normed, hidden, d->qkv, qkv, 0});
+        multiply(w, (rows_product){l->qkv_proj, 3, {d->normed, hidden, NULL}, d->qkv, qkv, 0});
         share(w, row_tasks(w->count, 2 * m->num_kv_heads * m->head_dim), store_task);
         if (last && !w->logit_rows) return; /* the rest is needed for logits only */
         share(w, w->groups * m->num_kv_heads, attend_task);
@@ -562,14 +580,14 @@ static void pass(work *w) {
             gather(w);
             w->count = w->logit_rows;
         }
-        multiply(w, (rows_product){&l->o_proj, 1, d->attended, attended, d->x, hidden, 1});
+        multiply(w, (rows_product){&l->o_proj, 1, {d->attended, attended, NULL}, d->x, hidden, 1});
         norm_rows(w, &l->post_attention_norm);
-        w->product = (rows_product){.x = d->normed, .apart = hidden, .y = d->intermediate, .y_apart = inner};
-        share(w, panel_count(l->gate_proj.outputs), gate_task);
-        multiply(w, (rows_product){&l->down_proj, 1, d->intermediate, inner, d->x, hidden, 1});
+        begin_product(w, (rows_product){l->gate_up_proj, 2, {d->normed, hidden, NULL}, d->intermediate, inner, 0});
+        share(w, panel_count(l->gate_up_proj->outputs), gate_task);
+        multiply(w, (rows_product){&l->down_proj, 1, {d->intermediate, inner, NULL}, d->x, hidden, 1});
     }
     norm_rows(w, &m->norm);
-    multiply(w, (rows_product){&m->lm_head, 1, d->normed, hidden, w->logits, m->lm_head.outputs, 0});
+    multiply(w, (rows_product){&m->lm_head, 1, {d->normed, hidden, NULL}, w->logits, m->lm_head.outputs, 0});
 }
 
 /* Whether a row is the next token of the sequence of the row before it. */
@@ -607,17 +625,18 @@ void palaver_step(const decoder *d, const row *rows, int64_t count, const float 
     pass(&w);
 }
 
-static float *allocate_floats(int64_t count) {
-    size_t bytes = ((size_t)count * sizeof(float) + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
-    return aligned_alloc(ALIGNMENT, bytes);
+static void *allocate(int64_t count, size_t size) {
+    return aligned_alloc(ALIGNMENT, ((size_t)count * size + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT);
 }
+
+static float *allocate_floats(int64_t count) { return allocate(count, sizeof(float)); }
 
 void palaver_free(decoder *d) {
     if (!d) return;
     free_team(d->team);
     for (int64_t t = 0; d->scratch && t < d->m.max_threads; t++) free(d->scratch[t]);
     free(d->scratch), free(d->spans), free(d->groups);
-    free(d->x), free(d->normed), free(d->qkv), free(d->attended), free(d->intermediate), free(d);
+    free(d->x), free(d->normed), free(d->qkv), free(d->attended), free(d->intermediate), free(d->rounded), free(d);
 }
 
 /* Returns NULL where there is no memory. The memory that the model points to must outlive the decoder. */
@@ -632,12 +651,14 @@ decoder *palaver_new(const model *m) {
     d->qkv = allocate_floats(m->max_rows * (m->num_heads + 2 * m->num_kv_heads) * m->head_dim);
     d->attended = allocate_floats(m->max_rows * m->num_heads * m->head_dim);
     d->intermediate = allocate_floats(m->max_rows * padded(m->intermediate_size));
+    int64_t inputs = at_least(at_least(m->hidden_size, m->num_heads * m->head_dim), m->intermediate_size);
+    d->rounded = allocate(m->max_rows * rounded_groups(inputs), sizeof(rounded));
     d->scratch = calloc(m->max_threads, sizeof(float *));
-    int complete = d->x && d->normed && d->qkv && d->attended && d->intermediate && d->spans && d->groups;
+    int complete = d->rounded && d->x && d->normed && d->qkv && d->attended && d->intermediate && d->spans && d->groups;
     complete = complete && d->scratch;
     for (int64_t t = 0; complete && t < m->max_threads; t++) {
         int64_t tiles = 2 * m->max_rows * PANEL;
-        d->scratch[t] = allocate_floats(attention_floats(m) + tiles + SHALLOW * PANEL);
+        d->scratch[t] = allocate_floats(attention_floats(m) + tiles);
         complete = d->scratch[t] != NULL;
     }
     d->team = complete ? new_team(m->max_threads) : NULL;
@@ -650,7 +671,7 @@ decoder *palaver_new(const model *m) {
    every dtype of weights, so that code for another processor, or a damaged file, ends the check and not the engine. */
 
 enum { DEPTH = 2, HIDDEN = 256, HEADS = 4, SIZE = 64, INNER = 256, OUTPUTS = PANEL };
-enum { CHECK_ROWS = EXPANDED_ROWS + 1, TOKENS = (CHECK_ROWS + LANES - 1) / LANES * LANES };
+enum { CHECK_ROWS = ROWS + 1, TOKENS = (CHECK_ROWS + LANES - 1) / LANES * LANES };
 
 static uint32_t next_number(uint32_t *state) { return *state = *state * 1664525u + 1013904223u; }
 
@@ -704,8 +725,8 @@ static int check_dtype(int dtype) {
                                 .qk_norm = {ones, 1e-6f},
                                 .qkv_proj = {random_matrix(dtype, HIDDEN, 2 * HEADS * SIZE, &state)},
                                 .o_proj = random_matrix(dtype, HEADS * SIZE, HIDDEN, &state),
-                                .gate_proj = random_matrix(dtype, HIDDEN, INNER, &state),
-                                .up_proj = random_matrix(dtype, HIDDEN, INNER, &state),
+                                .gate_up_proj = {random_matrix(dtype, HIDDEN, INNER, &state),
+                                                 random_matrix(dtype, HIDDEN, INNER, &state)},
                                 .down_proj = random_matrix(dtype, INNER, HIDDEN, &state)};
     matrix tokens = random_matrix(dtype, HIDDEN, OUTPUTS, &state);
     model m = {layers, tokens, {ones, 1e-6f}, tokens,
@@ -725,7 +746,8 @@ static int check_dtype(int dtype) {
     for (int64_t depth = 0; depth < DEPTH; depth++) {
         layer *l = layers + depth;
         free((void *)l->qkv_proj[0].weights), free((void *)l->o_proj.weights);
-        free((void *)l->gate_proj.weights), free((void *)l->up_proj.weights), free((void *)l->down_proj.weights);
+        free((void *)l->gate_up_proj[0].weights), free((void *)l->gate_up_proj[1].weights);
+        free((void *)l->down_proj.weights);
     }
     free((void *)tokens.weights), free(ones), free(rotations), free(cache), free(together), free(alone);
     palaver_free(d);

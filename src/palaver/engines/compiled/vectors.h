@@ -2,7 +2,7 @@
 
 #include <math.h>
 #include <stdint.h>
-#if defined(__F16C__) || defined(__AVX512F__)
+#if defined(__F16C__) || defined(__AVX2__) || defined(__AVX512F__)
 #include <immintrin.h>
 #endif
 
@@ -17,6 +17,7 @@ typedef int32_t ints __attribute__((vector_size(64)));
 typedef uint32_t words __attribute__((vector_size(64), aligned(4), may_alias));
 
 ALWAYS vec all(float x) { return (vec){0} + x; }
+ALWAYS ints all_ints(int32_t x) { return (ints){0} + x; }
 ALWAYS vec load(const float *from) { return *(const loose *)from; }
 ALWAYS void store(float *to, vec x) { *(loose *)to = x; }
 
@@ -109,3 +110,34 @@ ALWAYS vec widened_halves(const void *from) {
     return (vec)((words)size | special | sign);
 #endif
 }
+
+/* Adds the products of the small numbers in each word of two vectors, with exact sums. They are unsigned and signed bytes,
+   or unsigned and signed numbers of 16 bits. */
+#if defined(__AVX512VNNI__)
+#define HAS_BYTE_PRODUCTS
+ALWAYS ints products_added(ints to, words a, ints b) {
+    return (ints)_mm512_dpbusd_epi32((__m512i)to, (__m512i)a, (__m512i)b);
+}
+#elif !defined(__AVX512F__) && defined(__AVX2__)
+typedef union {
+    ints whole;
+    __m256i parts[2];
+} halved_ints;
+#ifdef __AVXVNNI__
+#define HAS_BYTE_PRODUCTS
+#define PRODUCTS_ADDED(to, a, b) _mm256_dpbusd_avx_epi32(to, a, b)
+#else
+#define PRODUCTS_ADDED(to, a, b) _mm256_add_epi32(to, _mm256_madd_epi16(a, b))
+#endif
+ALWAYS ints products_added(ints to, words a, ints b) {
+    halved_ints sums = {.whole = to}, x = {.whole = (ints)a}, y = {.whole = b};
+    for (int part = 0; part < 2; part++) sums.parts[part] = PRODUCTS_ADDED(sums.parts[part], x.parts[part], y.parts[part]);
+    return sums.whole;
+}
+#elif defined(__AVX512BW__)
+ALWAYS ints products_added(ints to, words a, ints b) { return to + (ints)_mm512_madd_epi16((__m512i)a, (__m512i)b); }
+#else
+ALWAYS ints products_added(ints to, words a, ints b) {
+    return to + (ints)(a & 0xffffu) * ((ints)((words)b << 16) >> 16) + (ints)(a >> 16) * (b >> 16);
+}
+#endif
