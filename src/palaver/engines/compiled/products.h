@@ -17,6 +17,7 @@
 #define EACH_ROW_COUNT(DO, form) DO(form, 1) DO(form, 2) DO(form, 3) DO(form, 4)
 #define INTEGER_SUMS 8 /* the same for rounded rows, which have two sums for each vector */
 #define INTEGER_ROWS 4
+#define INTEGER_UNROLLED UNROLLED /* elsewhere it only takes the compiler longer */
 #define EACH_INTEGER_ROW_COUNT EACH_ROW_COUNT
 #define KEEP_IN_REGISTER(x) __asm__("" : "+v"(x))
 #else
@@ -26,6 +27,7 @@
     DO(form, 1) DO(form, 2) DO(form, 3) DO(form, 4) DO(form, 5) DO(form, 6) DO(form, 7) DO(form, 8)
 #define INTEGER_SUMS 2
 #define INTEGER_ROWS 2
+#define INTEGER_UNROLLED
 #define EACH_INTEGER_ROW_COUNT(DO, form) DO(form, 1) DO(form, 2)
 #define KEEP_IN_REGISTER(x) (void)(x)
 #endif
@@ -202,7 +204,7 @@ typedef void integer_product(const char *block, int64_t in, const rounded *x, in
                                          float *tile) { \
         const int wide = rows * WIDE <= INTEGER_SUMS ? WIDE : rows * 2 <= INTEGER_SUMS ? 2 : 1; \
         const int64_t ahead = fetches ? panel_bytes(form, DEEP) : 0; \
-        UNROLLED for (int start = 0; start < WIDE; start += wide) \
+        INTEGER_UNROLLED for (int start = 0; start < WIDE; start += wide) \
             multiply_integers(form, rows, wide, block, in, start, x, apart, ahead, tile); \
     }
 EACH_INTEGER_ROW_COUNT(INTEGER_PRODUCT, Q8_0)

@@ -4,6 +4,8 @@
 #include <stdint.h>
 #if defined(__F16C__) || defined(__AVX2__) || defined(__AVX512F__)
 #include <immintrin.h>
+#elif defined(__ARM_FEATURE_MATMUL_INT8)
+#include <arm_neon.h>
 #endif
 
 #define LANES 16 /* numbers in a SIMD vector */
@@ -132,6 +134,17 @@ typedef union {
 ALWAYS ints products_added(ints to, words a, ints b) {
     halved_ints sums = {.whole = to}, x = {.whole = (ints)a}, y = {.whole = b};
     for (int part = 0; part < 2; part++) sums.parts[part] = PRODUCTS_ADDED(sums.parts[part], x.parts[part], y.parts[part]);
+    return sums.whole;
+}
+#elif defined(__ARM_FEATURE_MATMUL_INT8)
+#define HAS_BYTE_PRODUCTS
+ALWAYS ints products_added(ints to, words a, ints b) {
+    union {
+        ints whole;
+        int32x4_t parts[4];
+    } sums = {.whole = to}, x = {.whole = (ints)a}, y = {.whole = b};
+    for (int part = 0; part < 4; part++)
+        sums.parts[part] = vusdotq_s32(sums.parts[part], (uint8x16_t)x.parts[part], (int8x16_t)y.parts[part]);
     return sums.whole;
 }
 #elif defined(__AVX512BW__)
