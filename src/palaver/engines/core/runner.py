@@ -169,9 +169,9 @@ class Runner(Protocol):
         """Whether the whole sequence must be computed again, because it outgrew the frequencies it started with."""
         ...
 
-    def cache_prefix(self, sequence: SequenceState, logits: Logits) -> None:
-        """Puts the tokens computed so far, and the logits after them, into the prefix cache. The sequence runs on.
-        `logits` is one row, which the runner must copy.
+    def cache_prefix(self, sequence: SequenceState, tokens: int, logits: Logits) -> None:
+        """Puts the first `tokens` of the computed ones, and the logits after them, into the prefix cache. These are all
+        unless `drafts_after_prompts`. The sequence runs on. `logits` is one row, which the runner must copy.
 
         May raise if there is no memory for a copy: cached prefixes stay as they are.
         """
@@ -254,8 +254,8 @@ class SlotRunner(ABC, Generic[A]):
         for sequence, count in zip(sequences, counts, strict=True):
             self._cache.grow(self._slots[sequence], sequence.computed_tokens + count, sequence.computed_tokens)
 
-    def cache_prefix(self, sequence: SequenceState, logits: Logits) -> None:
-        keys, namespace = sequence.prefix_keys[: sequence.computed_tokens], self._namespace(sequence)
+    def cache_prefix(self, sequence: SequenceState, tokens: int, logits: Logits) -> None:
+        keys, namespace = sequence.prefix_keys[:tokens], self._namespace(sequence)
         self._cache.insert(self._slots[sequence], namespace, keys, sequence.conversation)
         self._cache.insert_logits(namespace, keys, logits)
 

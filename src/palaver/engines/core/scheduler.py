@@ -333,9 +333,9 @@ class Scheduler:
             return None
         first_rows = accumulate((1 + len(draft) for draft in drafts), initial=0)
         verified = [_Verified.of(*one, logits) for one in zip(sequences, drafts, first_rows, strict=False)]
-        for one in verified:
-            self._report_prefilled(one.sequence)
-            self._cache_prompt(one.sequence, logits, one.first_row)
+        computed = [(one.sequence, one.sequence.computed_tokens, one.first_row) for one in verified]
+        for sequence in sequences:
+            self._report_prefilled(sequence)
         ended: list[tuple[_Verified, int]] = []
         first_sampled, accepted = 0.0, 0
         while verified:
@@ -346,6 +346,7 @@ class Scheduler:
             ended += [(one, accepted) for one, holds in zip(verified, held, strict=True) if not holds]
             verified = [one for one, holds in zip(verified, held, strict=True) if holds]
             accepted += 1
+        self._cache_prompts(computed, logits)
         self.draft_tokens += sum(map(len, drafts))
         self.accepted_tokens += sum(count for _, count in ended)
         return ended, first_sampled
@@ -416,9 +417,10 @@ class Scheduler:
     def _emit_all(self, sequences: list[SequenceState], logits: Logits, may_draft: bool = True) -> None:
         """Samples and emits a token of each sequence. Where the runner runs ahead, the next pass starts before that.
         `may_draft`: whether it may wait for drafts instead."""
-        for row, sequence in enumerate(sequences):
-            self._cache_prompt(sequence, logits, row)
+        computed = [(sequence, sequence.computed_tokens, row) for row, sequence in enumerate(sequences)]
         ahead = None
+        if self._runner.run_ahead is not None:  # the next pass may take the place of the logits
+            self._cache_prompts(computed, logits)
         if self._runner.run_ahead is not None and not (may_draft and self._expects_drafts(sequences)):
             prompts = self._share_pass(sequences)
             if prompts or (prompts is not None and not all(s.processor.reply.at_limit for s in sequences)):
@@ -427,6 +429,7 @@ class Scheduler:
             self._emit(sequence, step)
         if ahead is not None:
             ahead.began = time.perf_counter()
+        self._cache_prompts(computed, logits)
 
     def _expects_drafts(self, sequences: list[SequenceState]) -> bool:
         """Whether the next pass is better started when its tokens are known, with drafts behind them."""
@@ -458,11 +461,16 @@ class Scheduler:
             as_engine_error(error)  # raises where the device is lost; else they are sampled as they are
         return _join(cached)
 
-    def _cache_prompt(self, sequence: SequenceState, logits: Logits, row: int) -> None:
-        """Caches the prompt, once, after all of it is computed."""
-        if not sequence.prompt_cached:
+    def _cache_prompts(self, computed: Sequence[tuple[SequenceState, int, int]], logits: Logits) -> None:
+        """Caches prompts, once, after all of each is computed. What was sampled reaches its readers first. `computed`:
+        sequences, each with the number of its tokens and the row of the logits after them."""
+        for sequence, tokens, row in computed:
+            if sequence.prompt_cached:
+                continue
+            self._outbox.flush()
             sequence.prompt_cached = True
-            _try_to_cache(lambda: self._runner.cache_prefix(sequence, logits.row(row)))
+            if sequence.generation in self._running or sequence in self._ended:  # it has its slot
+                _try_to_cache(partial(self._runner.cache_prefix, sequence, tokens, logits.row(row)))
 
     def _emit(self, sequence: SequenceState, step: SampledStep) -> None:
         if isinstance(step, PalaverError):

@@ -160,10 +160,9 @@ class LlamaRunner:
     def needs_recompute(self, sequence: SequenceState) -> bool:
         return False
 
-    def cache_prefix(self, sequence: SequenceState, logits: Logits) -> None:
-        tokens = sequence.integer_keys[: sequence.computed_tokens]
+    def cache_prefix(self, sequence: SequenceState, tokens: int, logits: Logits) -> None:
         self._cache.save_running(self._slots[sequence], sequence.conversation)
-        self._cache.insert_logits(sequence.space, tokens, logits, sequence.conversation)
+        self._cache.insert_logits(sequence.space, sequence.integer_keys[:tokens], logits, sequence.conversation)
 
     def release(self, sequence: SequenceState) -> None:
         self._pieces.pop(sequence, None)

@@ -202,10 +202,10 @@ class MLXRunner:
         self._count()
         return HostLogits(logits)
 
-    def cache_prefix(self, sequence: SequenceState, logits: Logits) -> None:
+    def cache_prefix(self, sequence: SequenceState, tokens: int, logits: Logits) -> None:
         """A state that can be cut need not be copied: running sequences are found too."""
         entry = self._running[sequence]
-        entry.add_logits(sequence.computed_tokens, logits.copy())
+        entry.add_logits(tokens, logits.copy())
         if not self._model.always_truncates:
             twin = entry.copy(self._state_of(entry))
             twin.add_use(sequence.conversation, len(twin.tokens))

@@ -170,8 +170,8 @@ class HybridRunner(TorchRunner):
         self._prompt_tokens += len(keys)
         self._hit_tokens += tokens
 
-    def cache_prefix(self, sequence: SequenceState, logits: Logits) -> None:
-        keys, space = sequence.prefix_keys[: sequence.computed_tokens], sequence.space
+    def cache_prefix(self, sequence: SequenceState, tokens: int, logits: Logits) -> None:
+        keys, space = sequence.prefix_keys[:tokens], sequence.space
         if self._cache.snapshots.logits(space, keys) is None:
             self._cache.insert_snapshot(self._slots[sequence], space, keys, sequence.conversation, logits.copy())
 

@@ -302,8 +302,8 @@ class SnapshotRunner:
     def needs_recompute(self, sequence: SequenceState) -> bool:
         return False
 
-    def cache_prefix(self, sequence: SequenceState, logits: Logits) -> None:
-        keys = sequence.prefix_keys[: sequence.computed_tokens]
+    def cache_prefix(self, sequence: SequenceState, tokens: int, logits: Logits) -> None:
+        keys = sequence.prefix_keys[:tokens]
         if self._abilities.copies and self._snapshots.logits(sequence.space, keys) is None:
             state = self._states[sequence].copy()
             self._snapshots.insert(sequence.space, keys, state, sequence.conversation, logits.copy())
