@@ -38,7 +38,7 @@ def _activate(gate, up, ACTIVATION: tl.constexpr):
         tl.static_assert(ACTIVATION == "clamped_swiglu")
         gate = tl.minimum(gate, SWIGLU_LIMIT)
         up = tl.minimum(tl.maximum(up, -SWIGLU_LIMIT), SWIGLU_LIMIT) + 1
-        gate = gate * tl.sigmoid(SWIGLU_ALPHA * gate)
+        gate = gate * tl.sigmoid(gate * SWIGLU_ALPHA)
     return gate * up
 
 
