@@ -25,7 +25,6 @@ from palaver.engines.torch import (
     SchedulerLimits,
     TorchEngine,
     device_filters,
-    device_sampler,
     load,
     step_runner,
 )
@@ -42,12 +41,6 @@ from tests.engines.test_scheduler import cases, stop_and_go
 
 DEVICE = torch.device("cpu")
 Results = Callable[[], NDArray[np.float64]]
-
-
-@pytest.fixture(autouse=True)
-def torch_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton's interpreter runs in one thread only."""
-    monkeypatch.setattr(device_sampler, "make_kernel_sampler", lambda *_: None)
 
 
 class TorchStep:

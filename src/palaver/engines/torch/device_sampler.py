@@ -5,7 +5,6 @@ The rules are those of `core/sampler.py`. Logits on the CPU are given to that sa
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -118,9 +117,8 @@ class DeviceLogits:
 
 
 def make_kernel_sampler(device: torch.device, slots: int, capture: Capture | None) -> KernelSampler | None:
-    """None where Triton is not installed, and on devices it does not know: on the CPU it has an interpreter for
-    tests."""
-    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+    """None where Triton is not installed, and on other devices than CUDA's."""
+    if device.type != "cuda":
         return None
     try:
         from palaver.engines.torch.kernel_sampler import KernelSampler
