@@ -23,6 +23,15 @@ torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
+def interpreter() -> None:
+    """Without a GPU kernels run in Triton's interpreter."""
+    if not torch.cuda.is_available():
+        from tests.engines.interpreter import speed_up
+
+        speed_up()
+
+
+@pytest.fixture(scope="session")
 def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """The files of a family's tiny model."""
     made: dict[str, Path] = {}

@@ -35,11 +35,17 @@ from palaver.engines.torch.step_modules import read_step_model  # noqa: E402
 from palaver.engines.torch.step_runner import StepProbe  # noqa: E402
 from palaver.engines.torch.step_weights import NO_WINDOW, Experts, StepModel, TiledProjection  # noqa: E402
 from palaver.sampling import Sampling  # noqa: E402
+from tests.engines.interpreter import EVERY_CASE  # noqa: E402
 from tests.engines.quantized_files import FORMATS, KERNEL_FORMATS  # noqa: E402
 
 transformers = pytest.importorskip("transformers")
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::RuntimeWarning")  # the interpreter's
+pytestmark = [
+    pytest.mark.usefixtures("interpreter"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::RuntimeWarning"),  # the interpreter's
+]
 GREEDY = Sampling(temperature=0)
+DIFFERENT_FORMATS = KERNEL_FORMATS if EVERY_CASE else ("fp8 blocks", "int8 channels", "int8 packed", "int4 zero points")
+"""The kernels compute the others by the same branches."""
 LENGTH = 70
 """Tokens: one more tile of attention than one."""
 IDS = [(i * i * 7 + i * 13 + 5) % 128 for i in range(LENGTH)]
@@ -208,7 +214,7 @@ def test_the_logits_of_torch_operations(exact: bool) -> None:
 
 @pytest.mark.usefixtures("greedy")
 @torch.inference_mode()
-@pytest.mark.parametrize("form", KERNEL_FORMATS)
+@pytest.mark.parametrize("form", DIFFERENT_FORMATS)
 def test_the_logits_of_quantised_weights(form: str) -> None:
     """Decoded, and after a prompt in chunks."""
     case = Case(True, form=form)

@@ -124,6 +124,7 @@ async def test_a_pass_that_can_not_be_captured_is_computed(folder_of: Callable[[
     await engine.close()
 
 
+@pytest.mark.usefixtures("interpreter")
 @torch.inference_mode()
 def test_the_kernels_attend_over_slots_anywhere() -> None:
     """Two slots of different pools, one of them with more than a tile of tokens; then others in the same rows."""

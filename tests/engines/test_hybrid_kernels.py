@@ -17,8 +17,12 @@ from palaver.engines.torch.batch import build_batch, sequence_chunk  # noqa: E40
 from palaver.engines.torch.hybrid_decoder import HybridDecoder, hybrid_layout  # noqa: E402
 from palaver.engines.torch.hybrid_kernels import LayerKernels  # noqa: E402
 from tests.engines import tiny  # noqa: E402
+from tests.engines.interpreter import EVERY_CASE  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::RuntimeWarning")  # the interpreter's
+pytestmark = [
+    pytest.mark.usefixtures("interpreter"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::RuntimeWarning"),  # the interpreter's
+]
 SIZES: dict[str, Any] = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
@@ -33,9 +37,25 @@ TEXTS = {
 }
 
 
-@pytest.fixture(params=["qwen3_5", "qwen3_next"])
+FAMILIES = ("qwen3_5", "qwen3_next")
+CASES = [(family, text) for family in FAMILIES for text in TEXTS]
+FEW_CASES = list(zip(FAMILIES, TEXTS, strict=True))
+LONGER, LONGER_STILL, SHORTER = (100, 148, 70) if EVERY_CASE else (66, 69, 68)
+"""Where prompts are cut: each part but the second one of the longer prompt is in two blocks."""
+
+
+@pytest.fixture
 def model(request: pytest.FixtureRequest) -> Any:
     return tiny.build(request.param, **SIZES).to(DEVICE)
+
+
+@pytest.fixture(autouse=True)
+def short_probes(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not EVERY_CASE:
+        monkeypatch.setattr(hybrid_kernels, "PROBE_TOKENS", (66, 3, 1))
+
+
+of_each_family = pytest.mark.parametrize("model", FAMILIES if EVERY_CASE else FAMILIES[:1], indirect=True)
 
 
 class Case:
@@ -66,33 +86,36 @@ class Case:
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize(("model", "text"), CASES if EVERY_CASE else FEW_CASES, indirect=["model"])
 def test_the_librarys_logits(model: Any, text: str) -> None:
     """Of prompts in parts, of single tokens, and of two sequences in one pass."""
     case = Case(model, TEXTS[text])
     longer, shorter = case.start(), case.start()
     limit = 1e-4 if DEVICE.type == "cpu" else 5e-3  # products of narrow floats
-    assert case.run((longer, 0, 100)) < limit
-    assert case.run((longer, 100, 148)) < limit
+    assert case.run((longer, 0, LONGER)) < limit
+    assert case.run((longer, LONGER, LONGER_STILL)) < limit
     assert case.run((shorter, 0, 3)) < limit
-    assert case.run((shorter, 3, 70)) < limit
-    assert case.run((shorter, 70, 71), (longer, 148, 149)) < limit
-    assert case.run((longer, 149, 150), (shorter, 71, 72)) < limit
-    assert case.run((longer, 150, 151)) < limit
+    assert case.run((shorter, 3, SHORTER)) < limit
+    long, short = LONGER_STILL, SHORTER
+    assert case.run((shorter, short, short + 1), (longer, long, long + 1)) < limit
+    assert case.run((longer, long + 1, long + 2), (shorter, short + 1, short + 2)) < limit
+    assert case.run((longer, long + 2, long + 3)) < limit
     case.decoder.detach()
     ids = torch.tensor([case.text], device=DEVICE)
     assert torch.equal(model(input_ids=ids).logits[0], case.expected)  # the library's own layers are back
 
 
+@of_each_family
 @torch.inference_mode()
 def test_a_lost_state_is_not_read(model: Any) -> None:
     """A sequence that is computed again begins without what its row holds."""
     case = Case(model, TEXTS["different tokens"])
     slot = case.start()
-    first = case.run((slot, 0, 70))
-    assert case.run((slot, 0, 70)) == first
+    first = case.run((slot, 0, SHORTER))
+    assert case.run((slot, 0, SHORTER)) == first
 
 
+@of_each_family
 def test_wrong_kernels_are_found(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     right = hybrid_kernels.rms_norm
 

@@ -27,9 +27,13 @@ from palaver.engines.torch.sampling_kernels import BlockLists  # noqa: E402
 from palaver.errors import EngineError, RequestError  # noqa: E402
 from palaver.generation import Prompt, Step  # noqa: E402
 from palaver.sampling import Sampling  # noqa: E402
+from tests.engines.interpreter import EVERY_CASE  # noqa: E402
 from tests.engines.sampling_reference import ReferenceDraw  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's, of infinities
+pytestmark = [
+    pytest.mark.usefixtures("interpreter"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # the interpreter's, of infinities
+]
 SIZE = 3000
 """Several blocks, the last of them not full."""
 BOUNDARY = 1e-6
@@ -46,7 +50,7 @@ def processor(sampling: Sampling, choice: int = 0, size: int = SIZE) -> LogitsPr
 
 def sampled(logits: torch.Tensor, processors: Sequence[LogitsProcessor]) -> list[Step | Exception]:
     sampler = DeviceSampler(torch.device(DEVICE), on_device=True)
-    assert sampler.kernels is not None
+    sampler.kernels = KernelSampler(torch.device(DEVICE))
     steps = sampler.logits(logits.to(DEVICE)).sample(processors)
     return [step.build() if isinstance(step, PendingStep) else step for step in steps]
 
@@ -79,7 +83,7 @@ samplings = st.builds(
 )
 
 
-@settings(max_examples=60 if DEVICE == "cuda" else 2, deadline=None, derandomize=True)
+@settings(max_examples=60 if EVERY_CASE else 12, deadline=None, derandomize=True)
 @given(
     st.lists(samplings, min_size=1, max_size=4), st.sampled_from([1.0, 4.0, 10.0]), st.booleans(), st.integers(0, 99)
 )
@@ -125,11 +129,10 @@ def test_what_can_not_be_sampled() -> None:
     assert isinstance(none, RequestError)
 
 
-@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU: graphs are captured, and the interpreter would take minutes")
-def test_replies_that_are_sampled_by_graphs() -> None:
-    """As the runner of steps does: each call is a graph, and options change from token to token."""
+def test_replies_whose_options_change_from_token_to_token() -> None:
+    """As the runner of steps does; with a GPU each call is a graph."""
     size, device = 200, torch.device(DEVICE)
-    sampler = KernelSampler(device, 4, CudaGraphCapture(device))
+    sampler = KernelSampler(device, 4, CudaGraphCapture(device) if DEVICE == "cuda" else None)
     rows = [
         processor(Sampling(repetition_penalty=1.3, frequency_penalty=0.7, top_k=20, seed=1, logprobs=5), size=size),
         processor(Sampling(temperature=0, presence_penalty=2.0), size=size),

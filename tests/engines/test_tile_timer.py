@@ -42,7 +42,10 @@ from palaver.engines.torch.tile_timer import (  # noqa: E402
 )
 
 transformers = pytest.importorskip("transformers")
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::RuntimeWarning")  # the interpreter's
+pytestmark = [
+    pytest.mark.usefixtures("interpreter"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::RuntimeWarning"),  # the interpreter's
+]
 ON_GPU = DEVICE.type == "cuda"
 NEEDS_GPU = pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
 H200 = DeviceLimits("NVIDIA H200", (9, 0), 232448, 132)
