@@ -29,11 +29,12 @@ from palaver.engines.torch.cuda_step import (  # noqa: E402
 )
 from palaver.engines.torch.devices import TensorLayout, TensorMemory  # noqa: E402
 from palaver.engines.torch.library_decoder import LibraryDecoder, kv_layout  # noqa: E402
-from palaver.engines.torch.plain_decoder import FusedDecoder, PlainDecoder  # noqa: E402
+from palaver.engines.torch.plain_decoder import FusedDecoder, Linear, PlainDecoder  # noqa: E402
 from palaver.engines.torch.quantized_weights import QuantizedLinear, read_weight  # noqa: E402
 from palaver.engines.torch.step_modules import read_step_model  # noqa: E402
 from palaver.engines.torch.step_runner import StepProbe  # noqa: E402
 from palaver.engines.torch.step_weights import NO_WINDOW, Experts, StepModel, TiledProjection  # noqa: E402
+from palaver.engines.torch.tile_shapes import TileShape, VectorShape  # noqa: E402
 from palaver.sampling import Sampling  # noqa: E402
 from tests.engines.interpreter import EVERY_CASE  # noqa: E402
 from tests.engines.quantized_files import FORMATS, KERNEL_FORMATS  # noqa: E402
@@ -226,6 +227,46 @@ def test_the_logits_of_quantised_weights(form: str) -> None:
     case.step.prefill([sequence_chunk(other, 0, IDS[:13])])
     case.step.prefill([sequence_chunk(other, 13, IDS[13 : LENGTH - 1])])
     assert torch.allclose(case.decode((other, LENGTH))[0], expected, atol=1e-4 * scale)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("inputs", [64, 640])
+@pytest.mark.parametrize("kind", ["vector", "tile", "blocks"])
+def test_products_with_norms_and_biases(kind: str, inputs: int, gated: bool) -> None:
+    """Of one step over the inputs and of several. What is not gated is added to a residual."""
+    dtype, error = (torch.bfloat16, 0.05) if DEVICE.type == "cuda" else (torch.float32, 1e-4)
+    generator, step, outputs, rows = torch.Generator().manual_seed(1), Case(True, dtype).step, 192, 1
+
+    def random(*sizes: int) -> torch.Tensor:
+        return torch.randn(sizes, generator=generator).to(DEVICE, dtype)
+
+    both = outputs * (2 if gated else 1)
+    weight, bias = random(inputs, both) / 8, random(both)
+    projection = TiledProjection.of(Linear(weight, bias), gated)
+    x, gain, out, next_gain = random(5, inputs), random(inputs), random(5, outputs), random(outputs)
+    normed = x.float() * (x.float().square().mean(1, keepdim=True) + step.model.epsilon).rsqrt() * gain.float()
+    expected = normed @ weight.float() + bias.float()
+    if gated:
+        expected = torch.nn.functional.silu(expected[:, :outputs]) * expected[:, outputs:]
+    else:
+        expected = expected + out.float()
+    if kind == "vector":
+        projection = replace(projection, vector=VectorShape(4, 256 if inputs > 256 else 64, 4))
+        step._matvec(projection, x[:1], out[:1], gain=gain, gated=gated, residual=not gated)
+    else:
+        rows = 5
+        tile = TileShape(32, 64, 64, 3, 4, 2) if kind == "tile" else TileShape(64, 96 if gated else 192, 64, 3)
+        projection = replace(projection, tile=tile, few_tile=tile, prefill_tiles=((0, tile),))
+        squares = x.double().square().unflatten(1, (-1, 64)).sum(2)
+        scaled, sums = torch.zeros_like(out), torch.zeros(5, outputs // tile.outputs, dtype=torch.float64, device=DEVICE)
+        residual = None if gated else (next_gain, scaled, sums)
+        prefill = kind == "blocks"
+        step._linear(projection, x * gain, out, squares, residual, gated=gated, prefill=prefill)
+        if not gated:
+            assert torch.allclose(scaled, out * next_gain, rtol=1e-2)
+            assert torch.allclose(sums.sum(1), out.double().square().sum(1))
+    assert torch.allclose(out[:rows].float(), expected[:rows], atol=error * float(expected.abs().max()))
 
 
 @torch.inference_mode()
@@ -515,6 +556,20 @@ def test_a_repeated_step() -> None:
     repeated = case.step.repeat()[0][0].clone()
     known = StepRow(sequence_chunk(slot, 4, (token,)), GREEDY, 5, 3)
     assert torch.equal(repeated, case.step.run([known])[0][0])
+
+
+@pytest.mark.usefixtures("greedy")
+@torch.inference_mode()
+def test_tokens_of_a_step_are_replaced() -> None:
+    case = Case(False)
+    slots = [case.torch_logits(length)[0] for length in (4, 9)]
+    case.decode(*zip(slots, (4, 9), strict=True))
+    results = torch.zeros(2, device_filters.WIDTH, dtype=torch.float64, device=DEVICE)
+    results[:, device_filters.TOKEN] = torch.tensor([17, 100])
+    case.step.replace_tokens(results)
+    repeated = case.step.repeat()[0].clone()
+    known = [StepRow(sequence_chunk(slot, n, (token,)), GREEDY, 5, 3) for slot, n, token in zip(slots, (4, 9), (17, 100), strict=True)]
+    assert torch.equal(repeated, case.step.run(known)[0])
 
 
 @torch.inference_mode()
