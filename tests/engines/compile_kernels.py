@@ -2,9 +2,9 @@
 
     python -m tests.engines.compile_kernels 9.0 [few]
 
-A process of its own, without TRITON_INTERPRET. Steps of models without memory (torch's device `meta`) launch the
-kernels. In place of a launch its source is kept, with the types of its arguments and its constants, and compiled. Prints
-a line of JSON for each."""
+Runs in a process without TRITON_INTERPRET. Steps of models without memory (torch's device `meta`) launch the kernels.
+A launch is not run: its source, the types of its arguments and its constants are recorded, and compiled later. Prints a
+line of JSON for each. `few`: only those that need most of the device, of each kind one."""
 
 from __future__ import annotations
 
@@ -34,7 +34,6 @@ from palaver.engines.torch.kernel_sampler import KernelSampler
 from palaver.engines.torch.plain_decoder import Linear, LinearLayer
 from palaver.engines.torch.quantized_weights import Kind, PackedWeight, QuantizedLinear
 from palaver.engines.torch.step_weights import (
-    NO_WINDOW,
     Attention,
     ExpertProjection,
     Experts,
@@ -48,7 +47,7 @@ from palaver.engines.torch.tile_shapes import DeviceLimits, fit_tile
 from palaver.engines.torch.tile_timer import with_tiles
 
 DEVICES = {
-    # what programs may take of the shared memory, and processors: as the devices report them
+    # name, capability, bytes of shared memory that a program may take, processors: as the devices report them
     (8, 0): DeviceLimits("NVIDIA A100-SXM4-80GB", (8, 0), 166912, 108),
     (9, 0): DeviceLimits("NVIDIA H200", (9, 0), 232448, 132),
     (10, 0): DeviceLimits("NVIDIA B200", (10, 0), 232448, 148),
@@ -64,6 +63,9 @@ def empty(*sizes: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.empty(sizes, dtype=dtype, device=META)
 
 
+FULL_ATTENTION = Attention(0.1, 0)
+
+
 @dataclass(frozen=True)
 class Sizes:
     hidden: int
@@ -72,7 +74,7 @@ class Sizes:
     bias: bool = False
     sandwich: bool = False
     """Whether the results of a layer's parts are normed, too."""
-    attention: Attention = Attention(0.1, 0)
+    attention: Attention = FULL_ATTENTION
     activation: str = "silu"
     softcap: float = 0.0
     experts: int = 0
@@ -260,8 +262,8 @@ class Recorder:
         triton.runtime.driver.set_active(Driver(self._target))
         compile_source, launch = triton.compiler.compile, JITFunction.__getitem__
         triton.compiler.compile = self._record
-        JITFunction.__getitem__ = lambda kernel, grid: lambda *arguments, **options: kernel.run(
-            *arguments, grid=grid, warmup=True, **options
+        JITFunction.__getitem__ = lambda kernel, grid: (
+            lambda *arguments, **options: kernel.run(*arguments, grid=grid, warmup=True, **options)
         )
         yield
         triton.compiler.compile, JITFunction.__getitem__ = compile_source, launch

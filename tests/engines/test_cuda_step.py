@@ -259,7 +259,10 @@ def test_products_with_norms_and_biases(kind: str, inputs: int, gated: bool) -> 
         tile = TileShape(32, 64, 64, 3, 4, 2) if kind == "tile" else TileShape(64, 96 if gated else 192, 64, 3)
         projection = replace(projection, tile=tile, few_tile=tile, prefill_tiles=((0, tile),))
         squares = x.double().square().unflatten(1, (-1, 64)).sum(2)
-        scaled, sums = torch.zeros_like(out), torch.zeros(5, outputs // tile.outputs, dtype=torch.float64, device=DEVICE)
+        scaled, sums = (
+            torch.zeros_like(out),
+            torch.zeros(5, outputs // tile.outputs, dtype=torch.float64, device=DEVICE),
+        )
         residual = None if gated else (next_gain, scaled, sums)
         prefill = kind == "blocks"
         step._linear(projection, x * gain, out, squares, residual, gated=gated, prefill=prefill)
@@ -568,7 +571,10 @@ def test_tokens_of_a_step_are_replaced() -> None:
     results[:, device_filters.TOKEN] = torch.tensor([17, 100])
     case.step.replace_tokens(results)
     repeated = case.step.repeat()[0].clone()
-    known = [StepRow(sequence_chunk(slot, n, (token,)), GREEDY, 5, 3) for slot, n, token in zip(slots, (4, 9), (17, 100), strict=True)]
+    known = [
+        StepRow(sequence_chunk(slot, n, (token,)), GREEDY, 5, 3)
+        for slot, n, token in zip(slots, (4, 9), (17, 100), strict=True)
+    ]
     assert torch.equal(repeated, case.step.run(known)[0])
 
 

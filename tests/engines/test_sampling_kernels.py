@@ -17,7 +17,7 @@ from palaver.engines.core.generation import PendingStep  # noqa: E402
 from palaver.engines.core.logits_processor import LogitsProcessor  # noqa: E402
 from palaver.engines.core.reply_state import ReplyState  # noqa: E402
 from palaver.engines.core.sampler import HostLogits  # noqa: E402
-from palaver.engines.core.token_masks import VocabularyIndex  # noqa: E402
+from palaver.engines.core.token_masks import BannedStrings, VocabularyIndex  # noqa: E402
 from palaver.engines.torch import device_filters  # noqa: E402
 from palaver.engines.torch.cuda_graphs import CudaGraphCapture  # noqa: E402
 from palaver.engines.torch.device_changes import TooManyEdits  # noqa: E402
@@ -36,6 +36,7 @@ pytestmark = [
 ]
 SIZE = 3000
 """Several blocks, the last of them not full."""
+END = 2
 BOUNDARY = 1e-6
 """A uniform number this near to a boundary between two tokens may fall on either side: sums are rounded."""
 
@@ -43,9 +44,11 @@ BOUNDARY = 1e-6
 def processor(sampling: Sampling, choice: int = 0, size: int = SIZE) -> LogitsProcessor:
     prompt = Prompt((1, 2, 3))
     vocabulary = [b"%d" % i for i in range(size)]
-    dry = DryPenalty(sampling, VocabularyIndex(vocabulary), size) if sampling.dry_multiplier else None
-    reply = ReplyState(prompt, sampling, vocabulary)
-    return LogitsProcessor(prompt, sampling, choice, reply, size, dry=dry)
+    index = VocabularyIndex(vocabulary)
+    dry = DryPenalty(sampling, index, size) if sampling.dry_multiplier else None
+    banned = BannedStrings(sampling.banned_strings, index, frozenset()) if sampling.banned_strings else None
+    reply = ReplyState(prompt, sampling, vocabulary, frozenset({END}), 4096)
+    return LogitsProcessor(prompt, sampling, choice, reply, size, banned, dry=dry)
 
 
 def sampled(logits: torch.Tensor, processors: Sequence[LogitsProcessor]) -> list[Step | Exception]:
@@ -138,16 +141,22 @@ def test_replies_whose_options_change_from_token_to_token() -> None:
         processor(Sampling(temperature=0, presence_penalty=2.0), size=size),
         processor(Sampling(dry_multiplier=2.0, dry_allowed_length=1, min_tokens=2, seed=3), size=size),
         processor(Sampling(logit_bias=((5, 2.0),), banned_ids=tuple(range(20, 90)), top_p=0.9, seed=4), size=size),
+        processor(Sampling(end_penalty=3.0, min_p=0.02, seed=5), size=size),
+        processor(Sampling(banned_strings=("1",), min_tokens=3, seed=6), size=size),
+        processor(Sampling(banned_strings=("5", "71"), temperature=0), size=size),
     ]
-    logits, lists, passed = torch.zeros(5, size, device=device), BlockLists(5, size, device), []
+    count = len(rows)
+    logits, lists, passed = torch.zeros(count + 1, size, device=device), BlockLists(count + 1, size, device), []
     for step in range(3):
-        own = torch.randn(5, size, generator=torch.Generator().manual_seed(step)) * 2
+        own = torch.randn(count + 1, size, generator=torch.Generator().manual_seed(step)) * 2
+        own[4, END] = own[5, END] = 6.0
+        own[5:, 150] = own[6, 171] = 7.0
         logits.copy_(own)
-        lists.compute(logits, torch.zeros(5, 7, dtype=torch.float64, device=device))
+        lists.compute(logits, torch.zeros(count + 1, 7, dtype=torch.float64, device=device))
         results = sampler.replay(logits, lists, [*rows, None], lambda found: passed.append(found.shape)).cpu()
-        on_host = HostLogits(own[:4].numpy()).sample(rows)
+        on_host = HostLogits(own[:count].numpy()).sample(rows)
         expected = [found.token_id for found in on_host if isinstance(found, Step)]
-        assert results[:4, device_filters.TOKEN].tolist() == expected
+        assert results[:count, device_filters.TOKEN].tolist() == expected
         for one, token_id in zip(rows, expected, strict=True):
             one.append_token(token_id)
     assert passed
