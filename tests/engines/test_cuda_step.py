@@ -256,7 +256,7 @@ def test_products_with_norms_and_biases(kind: str, inputs: int, gated: bool) -> 
         step._matvec(projection, x[:1], out[:1], gain=gain, gated=gated, residual=not gated)
     else:
         rows = 5
-        tile = TileShape(32, 64, 64, 3, 4, 2) if kind == "tile" else TileShape(64, 96 if gated else 192, 64, 3)
+        tile = TileShape(32, 64, 64, 3, 4, 1) if kind == "tile" else TileShape(64, 96 if gated else 192, 64, 3)
         projection = replace(projection, tile=tile, few_tile=tile, prefill_tiles=((0, tile),))
         squares = x.double().square().unflatten(1, (-1, 64)).sum(2)
         scaled, sums = (

@@ -23,7 +23,14 @@ ROOT = Path(__file__).parents[2]
 SHARED_MEMORY = {"8.0": 166912, "9.0": 232448, "10.0": 232448, "12.0": 101376}
 """Bytes that a program may take, by the capability of the device."""
 DECODE_ROWS = 32
-SPILLED = {"_linear": 512, "_linear_blocks": 16, "_expert_linear": 16, "_solve_blocks": 3072, "_decay_and_write": 16}
+SPILLED = {
+    "_linear": 544,
+    "_linear_blocks": 16,
+    "_expert_linear": 16,
+    "_solve_blocks": 3072,
+    "_scan_blocks": 16,
+    "_decay_and_write": 16,
+}
 """Kernels with more numbers than a thread has registers, and how many bytes of them are in memory at most. Products
 have them in passes with prompts alone."""
 
