@@ -41,13 +41,13 @@ BOUNDARY = 1e-6
 """A uniform number this near to a boundary between two tokens may fall on either side: sums are rounded."""
 
 
-def processor(sampling: Sampling, choice: int = 0, size: int = SIZE) -> LogitsProcessor:
+def processor(sampling: Sampling, choice: int = 0, size: int = SIZE, ends: bool = False) -> LogitsProcessor:
     prompt = Prompt((1, 2, 3))
     vocabulary = [b"%d" % i for i in range(size)]
     index = VocabularyIndex(vocabulary)
     dry = DryPenalty(sampling, index, size) if sampling.dry_multiplier else None
     banned = BannedStrings(sampling.banned_strings, index, frozenset()) if sampling.banned_strings else None
-    reply = ReplyState(prompt, sampling, vocabulary, frozenset({END}), 4096)
+    reply = ReplyState(prompt, sampling, vocabulary, frozenset({END}) if ends else frozenset(), 4096)
     return LogitsProcessor(prompt, sampling, choice, reply, size, banned, dry=dry)
 
 
@@ -141,8 +141,8 @@ def test_replies_whose_options_change_from_token_to_token() -> None:
         processor(Sampling(temperature=0, presence_penalty=2.0), size=size),
         processor(Sampling(dry_multiplier=2.0, dry_allowed_length=1, min_tokens=2, seed=3), size=size),
         processor(Sampling(logit_bias=((5, 2.0),), banned_ids=tuple(range(20, 90)), top_p=0.9, seed=4), size=size),
-        processor(Sampling(end_penalty=3.0, min_p=0.02, seed=5), size=size),
-        processor(Sampling(banned_strings=("1",), min_tokens=3, seed=6), size=size),
+        processor(Sampling(end_penalty=3.0, min_p=0.02, seed=5), size=size, ends=True),
+        processor(Sampling(banned_strings=("1",), min_tokens=3, seed=6), size=size, ends=True),
         processor(Sampling(banned_strings=("5", "71"), temperature=0), size=size),
     ]
     count = len(rows)
