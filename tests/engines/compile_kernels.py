@@ -45,6 +45,7 @@ from palaver.engines.torch.step_weights import (
 )
 from palaver.engines.torch.tile_shapes import DeviceLimits, fit_tile
 from palaver.engines.torch.tile_timer import with_tiles
+from palaver.engines.torch.weight_memory import FLOAT8_CAPABILITY
 
 DEVICES = {
     # name, capability, bytes of shared memory that a program may take, processors: as the devices report them
@@ -53,7 +54,6 @@ DEVICES = {
     (10, 0): DeviceLimits("NVIDIA B200", (10, 0), 232448, 148),
     (12, 0): DeviceLimits("NVIDIA GeForce RTX 5090", (12, 0), 101376, 170),
 }
-FLOAT8_CAPABILITY = (8, 9)
 VOCABULARY = 151936
 ROWS = 32
 META = torch.device("meta")
@@ -284,8 +284,8 @@ def choose(sources: list[tuple[str, Any, Any]]) -> Iterator[tuple[str, Any, Any]
     heaviest: dict[tuple[Any, ...], tuple[str, Any, Any]] = {}
     for entry in sorted(sources, key=lambda entry: need(*entry[1:])):
         constants = constants_of(entry[1])
-        kind = (constants.get("KIND"), constants.get("GLU"), constants.get("NARROW"), constants.get("BM", 0) > ROWS)
-        heaviest[entry[1].name, *kind] = entry
+        kind = (constants.get(name) for name in ("KIND", "GLU", "NARROW", "D"))
+        heaviest[entry[1].name, constants.get("BM", 0) > ROWS, *kind] = entry
     yield from heaviest.values()
 
 
