@@ -8,7 +8,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from playwright.sync_api import Browser, Locator, Page, expect
+from playwright.sync_api import Browser, Locator, Page, Route, expect
 
 from tests.web.conftest import ENDLESS_THOUGHT, PATIENCE, Served, text_of
 from tests.web.forked import HOLD
@@ -184,6 +184,55 @@ def test_a_message_that_could_not_be_sent_stays_in_the_field(page: Page, served:
     ask(page, "please keep me")
     expect(page.get_by_role("alert")).to_contain_text("No room.")
     expect(page.get_by_label("Message", exact=True)).to_have_value("please keep me")
+
+
+def _send_without_an_answer(page: Page, url: str, text: str) -> None:
+    """The first request for this URL does not reach the server."""
+    lost: list[Route] = []
+    page.route(url, lambda route: route.continue_() if lost else lost.append(route))
+    with page.expect_request(url):
+        ask(page, text)
+
+
+def test_a_message_of_a_closed_tab_is_sent_by_another(page: Page, served: Served) -> None:
+    """At once, not only after the time for which a tab that sends is waited for."""
+    page.goto(served.url)
+    ask(page, "first")
+    ended(page)
+    closed = page.context.new_page()
+    closed.goto(page.url)
+    ended(closed)
+    _send_without_an_answer(closed, "**/say", "second")
+    closed.close()
+    page.reload()
+    expect(page.locator("article.user")).to_have_text(["first", "second"])
+    whole(served, page)
+
+
+def test_a_duplicated_tab_is_another_one_and_sends_nothing_twice(page: Page, served: Served) -> None:
+    page.goto(served.url)
+    ask(page, "first")
+    ended(page)
+    name = page.evaluate("sessionStorage.getItem('palaver.tab')")
+    held: list[Route] = []
+    page.route("**/say", lambda route: held.append(route))
+    with page.expect_request("**/say"):
+        ask(page, "second")
+    sent: list[str] = []
+    page.context.on("request", lambda one: sent.append(one.url) if one.url.endswith("/say") else None)
+    with page.expect_popup() as opened:
+        page.evaluate("void open(location.href)")  # with a copy of the session's storage, as duplicated tabs have
+    other = opened.value
+    ended(other)
+    other.wait_for_function("name => sessionStorage.getItem('palaver.tab') !== name", arg=name)
+    assert page.evaluate("sessionStorage.getItem('palaver.tab')") == name
+    held[0].continue_()
+    for tab in (page, other):
+        expect(replies(tab)).to_have_count(2)
+        ended(tab)
+    assert not sent
+    nodes = httpx.get(f"{served.url}/api/conversations/{conversation(page)}/nodes", timeout=PATIENCE).json()
+    assert [node["role"] for node in nodes] == ["user", "assistant"] * 2
 
 
 def test_a_stale_tab_overwrites_nothing(page: Page, browser: Browser, served: Served) -> None:

@@ -10,7 +10,7 @@ import type { CallDecision, Change, Comparison, Conversation as About, Cursor, G
 import { compareMode } from './compare.svelte'
 import { model } from './model.svelte'
 import { notices } from './notices.svelte'
-import { tabName } from './storage'
+import { tab } from './tab.svelte'
 import { Tree } from './tree'
 import { Turn } from './turn.svelte'
 
@@ -49,7 +49,6 @@ export class Conversation {
   comparisons: Comparison[] = $state.raw([])
   /** The branches of the comparison on screen. They receive the events of this conversation. */
   readonly columns = new Set<Conversation>()
-  #client = tabName()
   #writing = 0
   #stale = false
   #changing: Promise<unknown> = Promise.resolve()
@@ -370,7 +369,7 @@ export class Conversation {
   }
 
   #loadCursor(): Promise<Cursor> {
-    return this.isColumn ? Promise.resolve(NO_CURSOR) : api.getCursor(this.id, this.#client)
+    return this.isColumn ? Promise.resolve(NO_CURSOR) : api.getCursor(this.id, tab.name)
   }
 
   #loadComparisons(): Promise<Comparison[]> {
@@ -379,7 +378,7 @@ export class Conversation {
 
   #stepHistory(step: typeof api.undo): Promise<boolean> {
     return this.#write(async () => {
-      const cursor = await step(this.id, this.#client)
+      const cursor = await step(this.id, tab.name)
       await this.#loadPath(cursor.message_id)
       this.cursor = cursor
     })
@@ -393,7 +392,7 @@ export class Conversation {
   }
 
   async #moveCursor(leaf: string | null): Promise<void> {
-    if (!this.isColumn) this.cursor = await api.moveCursor(this.id, this.#client, leaf)
+    if (!this.isColumn) this.cursor = await api.moveCursor(this.id, tab.name, leaf)
   }
 
   async #loadPath(leaf: string | null): Promise<void> {

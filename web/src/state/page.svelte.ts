@@ -8,6 +8,7 @@ import { conversations } from './conversations.svelte'
 import { model } from './model.svelte'
 import { notices } from './notices.svelte'
 import { route } from './route.svelte'
+import { tab } from './tab.svelte'
 
 /** Whether a message was sent, and the conversation it belongs to. A failed message becomes a draft of that conversation. */
 export interface SendResult {
@@ -29,6 +30,7 @@ class Page {
   })
 
   async start(): Promise<void> {
+    tab.start()
     document.addEventListener('visibilitychange', () => this.#handleVisibility())
     addEventListener('online', () => this.#handleVisibility())
     addEventListener('offline', () => this.#setConnected(false))

@@ -1,7 +1,8 @@
 // Messages that wait for the end of a reply or are being sent, by conversation. The browser stores them until the server has.
 import type { Stored } from '../transport/types'
 import type { Draft } from './drafts'
-import { load, save, tabName } from './storage'
+import { load, save } from './storage'
+import { tab } from './tab.svelte'
 
 export interface QueuedMessage extends Draft {
   /** Once it is sent, the leaf after which; empty for the first message. */
@@ -48,11 +49,11 @@ class Queue {
 
 export const queue = new Queue()
 
-const SENDING_MS = 600_000 // after that a tab that sends is taken to be closed
+const SENDING_MS = 600_000 // after that other tabs may send it: the tab that did may show something else since a reload
 
 /** The message as one that this tab sends, after a leaf. */
 export function asSent(message: Draft, after: string): QueuedMessage {
-  return { ...message, after, tab: tabName(), since: Date.now() }
+  return { ...message, after, tab: tab.name, since: Date.now() }
 }
 
 /** The message as it is written. */
@@ -60,9 +61,20 @@ export function asDraft({ text, files, key }: QueuedMessage): Draft {
   return { text, files, key }
 }
 
+/** Whether this tab has sent the message, before a reload. */
+function isSentHere(message: QueuedMessage): boolean {
+  return tab.confirmed && message.tab === tab.name
+}
+
 /** Whether another tab sends this message, which is its business then. */
 export function isSentElsewhere(message: QueuedMessage): boolean {
-  return message.tab !== undefined && message.tab !== tabName() && Date.now() - (message.since ?? 0) < SENDING_MS
+  if (message.tab === undefined || isSentHere(message)) return false
+  return tab.isOpen(message.tab) && Date.now() - (message.since ?? 0) < SENDING_MS
+}
+
+/** Finds out which of the tabs that send these messages are closed. */
+export function checkSenders(messages: readonly QueuedMessage[]): void {
+  for (const message of messages) if (message.tab !== undefined) tab.check(message.tab)
 }
 
 /** Whether the branch contains this message already, because the page was left while it was sent. */

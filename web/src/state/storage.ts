@@ -38,16 +38,3 @@ export function saveToTab(name: string, value: unknown): void {
     // the value is lost with the page
   }
 }
-
-/** The client name of this tab's cursors. It survives a reload and is unique to the tab. */
-export function tabName(): string {
-  const generated = `web-${Array.from(crypto.getRandomValues(new Uint8Array(8)), (byte) => byte.toString(16).padStart(2, '0')).join('')}`
-  try {
-    const stored = sessionStorage.getItem('palaver.tab')
-    if (stored) return stored
-    sessionStorage.setItem('palaver.tab', generated)
-  } catch {
-    // without storage the cursor ends with the page
-  }
-  return generated
-}
