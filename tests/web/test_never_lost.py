@@ -194,6 +194,32 @@ def _send_without_an_answer(page: Page, url: str, text: str) -> None:
         ask(page, text)
 
 
+def test_a_first_message_survives_a_reload_before_its_conversation_exists(page: Page, served: Served) -> None:
+    page.goto(served.url)
+    field = page.get_by_label("Message", exact=True)
+    _send_without_an_answer(page, "**/api/conversations", "Tell me")
+    field.fill("And then?")
+    page.reload()
+    whole(served, page)
+    expect(page.locator("article.user")).to_have_text(["Tell me"])
+    expect(field).to_have_value("And then?")
+
+
+def test_a_first_message_of_a_closed_tab_can_be_sent_by_another(page: Page, served: Served) -> None:
+    page.goto(served.url)
+    closed = page.context.new_page()
+    closed.goto(served.url)
+    _send_without_an_answer(closed, "**/api/conversations", "Tell me")
+    closed.get_by_label("Message", exact=True).fill("And then?")
+    closed.close()
+    page.reload()
+    expect(page.get_by_text("Not sent, because its tab was closed")).to_be_visible()
+    expect(page.get_by_label("Message", exact=True)).to_have_value("And then?")
+    page.get_by_role("button", name="Send now").click()
+    whole(served, page)
+    expect(page.locator("article.user")).to_have_text(["Tell me"])
+
+
 def test_a_message_of_a_closed_tab_is_sent_by_another(page: Page, served: Served) -> None:
     """At once, not only after the time for which a tab that sends is waited for."""
     page.goto(served.url)

@@ -1,4 +1,5 @@
-// Messages that wait for the end of a reply or are being sent, by conversation. The browser stores them until the server has.
+// Messages that wait for the end of a reply or are being sent, by conversation; null: a new one. The browser stores them until
+// the server has.
 import type { Stored } from '../transport/types'
 import type { Draft } from './drafts'
 import { load, save } from './storage'
@@ -13,25 +14,25 @@ export interface QueuedMessage extends Draft {
 }
 
 const PREFIX = 'palaver.queue.'
-const storageKey = (conversation: string): string => `queue.${conversation}`
+const storageKey = (conversation: string | null): string => `queue.${conversation ?? 'new'}`
 
 class Queue {
   #version = $state(0)
 
   list(conversation: string | null): QueuedMessage[] {
     void this.#version
-    const stored = conversation === null ? [] : load<QueuedMessage[]>(storageKey(conversation), [])
+    const stored = load<QueuedMessage[]>(storageKey(conversation), [])
     return Array.isArray(stored) ? stored.filter((one) => typeof one?.text === 'string' && Array.isArray(one.files)) : []
   }
 
   /** Adds the message, or replaces the one with its key. Returns false if the browser's storage is full. */
-  put(conversation: string, message: QueuedMessage): boolean {
+  put(conversation: string | null, message: QueuedMessage): boolean {
     const messages = this.list(conversation)
     const isNew = messages.every((one) => one.key !== message.key)
     return this.#save(conversation, isNew ? [...messages, message] : messages.map((one) => (one.key === message.key ? message : one)))
   }
 
-  remove(conversation: string, key: string): void {
+  remove(conversation: string | null, key: string): void {
     this.#save(conversation, this.list(conversation).filter((one) => one.key !== key))
   }
 
@@ -40,7 +41,7 @@ class Queue {
     if (key === null || key.startsWith(PREFIX)) this.#version += 1
   }
 
-  #save(conversation: string, messages: QueuedMessage[]): boolean {
+  #save(conversation: string | null, messages: QueuedMessage[]): boolean {
     const saved = save(storageKey(conversation), messages.length > 0 ? messages : null)
     this.#version += 1
     return saved
@@ -62,7 +63,7 @@ export function asDraft({ text, files, key }: QueuedMessage): Draft {
 }
 
 /** Whether this tab has sent the message, before a reload. */
-function isSentHere(message: QueuedMessage): boolean {
+export function isSentHere(message: QueuedMessage): boolean {
   return tab.confirmed && message.tab === tab.name
 }
 
