@@ -8,9 +8,11 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from typer.testing import CliRunner, Result
 
 from palaver.chat.model import Model
 from palaver.cli import app
-from palaver.client.discovery import announce_server
+from palaver.client.discovery import announce_server, sign_nonce
 from palaver.commands.ask import _extract_code
 from palaver.store import open_store
 from tests import media_files
@@ -168,6 +170,64 @@ def test_the_server_is_asked_for_models_that_it_has(served: tuple[Path, str], ti
     )
     gone = ask("Hi", "--server", "http://127.0.0.1:1", data=folder)
     assert (gone.exit_code, "can't be reached" in gone.stderr) == (1, True)
+
+
+class TakenPort(ThreadingHTTPServer):
+    """The server of a data folder until it has proved itself once; then another program listens on its port."""
+
+    def __init__(self, secret: str) -> None:
+        super().__init__(("127.0.0.1", 0), _TakenPortHandler)
+        self.url = f"http://127.0.0.1:{self.server_port}"
+        self.secret = secret
+        self.instance = ""
+        self.requests: list[bytes] = []
+        """What the other program received."""
+
+    def __enter__(self) -> TakenPort:
+        threading.Thread(target=self.serve_forever).start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.shutdown()
+        self.server_close()
+
+
+class _TakenPortHandler(BaseHTTPRequestHandler):
+    server: TakenPort
+
+    def do_GET(self) -> None:
+        secret, self.server.secret = self.server.secret, "guessed"
+        if secret == "guessed":
+            self._record()
+        nonce = self.path.partition("?nonce=")[2]
+        answer = {"instance": self.server.instance, "proof": sign_nonce(secret, self.server.instance, nonce)}
+        body = json.dumps({**answer, "data": [{"id": "sprout"}]}).encode()
+        self.send_response(200)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_POST(self) -> None:
+        self._record()
+        self.send_error(500)
+
+    def _record(self) -> None:
+        body = self.rfile.read(int(self.headers.get("content-length", 0)))
+        self.server.requests.append(f"{self.requestline}\n{self.headers}".encode() + body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize("flags", [(), ("-m", "sprout"), ("--store",)])
+def test_a_program_that_takes_the_port_of_a_server_gets_nothing(tmp_path: Path, flags: tuple[str, ...]) -> None:
+    with TakenPort("a secret") as taken, announce_server(tmp_path, taken.url, "a secret") as announcement:
+        taken.instance = announcement.instance
+        result = ask("A private question", *flags, data=tmp_path)
+    assert result.exit_code == 1
+    assert "no server of this data folder answers there" in result.stderr
+    assert taken.requests
+    assert not any(b"secret" in request or b"private" in request for request in taken.requests)
 
 
 def test_a_dead_server_is_passed_over(tmp_path: Path) -> None:

@@ -17,9 +17,10 @@ from pathlib import Path
 import pytest
 
 from palaver.client import discovery
-from palaver.client.discovery import Announcement, announce_server, find_server, local_token, prove_server, sign_nonce
+from palaver.client.discovery import Announcement, announce_server, find_server, local_token, sign_nonce
 from palaver.client.errors import NoServer
 from palaver.client.http_chat import HttpChat
+from palaver.client.proof import prove_server
 
 SECRET = "a secret"
 

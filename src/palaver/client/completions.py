@@ -14,6 +14,7 @@ import httpx
 
 from palaver.client.discovery import is_loopback
 from palaver.client.errors import NoServer, ServerFailed, ServerRefused
+from palaver.client.proof import Prove, request_hooks
 from palaver.client.sse import SseDecoder
 from palaver.errors import RequestError
 
@@ -26,7 +27,10 @@ _END = "[DONE]"
 class CompletionClient:
     """Enter it. Leaving it ends a reply that is still running."""
 
-    def __init__(self, url: str, key: str = "", *, verify: bool | ssl.SSLContext = True) -> None:
+    def __init__(
+        self, url: str, key: str = "", *, verify: bool | ssl.SSLContext = True, prove: Prove | None = None
+    ) -> None:
+        """`prove` is called for each new connection, before anything is sent."""
         self.url = url.rstrip("/")
         self._client = httpx.AsyncClient(
             base_url=f"{self.url}/v1/",
@@ -34,6 +38,7 @@ class CompletionClient:
             timeout=httpx.Timeout(_SILENCE_S, connect=_CONNECT_S),
             verify=verify,
             trust_env=not is_loopback(self.url),
+            event_hooks=request_hooks(prove),
         )
 
     async def __aenter__(self) -> CompletionClient:

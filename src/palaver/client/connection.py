@@ -6,15 +6,16 @@ import asyncio
 import random
 import ssl
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import httpx
 from pydantic import BaseModel, ValidationError
 
 from palaver.client.discovery import is_loopback
 from palaver.client.errors import NoServer, ServerFailed, ServerRefused
+from palaver.client.proof import Prove, request_hooks
 from palaver.client.sse import MEDIA_TYPE, ServerSentEvent, SseDecoder
 from palaver.encoding import adapter
 from palaver.errors import PalaverError
@@ -59,10 +60,6 @@ _UNAVAILABLE = (502, 503, 504)
 _NOT_SENT = (httpx.ConnectError, httpx.ConnectTimeout)
 
 
-Prove: TypeAlias = Callable[[], Awaitable[None]]
-"""Raises httpx.ConnectError unless the right server listens at the address: another program may have taken the port."""
-
-
 class ConnectionLost(Exception):
     """The connection was lost: the request may be retried."""
 
@@ -91,7 +88,7 @@ class ServerConnection:
             verify=verify,
             transport=transport,
             trust_env=not is_loopback(self.url),  # the environment's proxy does not reach this machine
-            event_hooks={} if prove is None else {"request": [_proving(prove)]},
+            event_hooks=request_hooks(prove),
         )
 
     async def close(self) -> None:
@@ -183,24 +180,6 @@ class ServerConnection:
             return self._client.build_request(method, path, content=content, headers=headers, params=params)
         except ValueError as error:  # a lone surrogate in a text
             raise Unstorable(error) from None
-
-
-def _proving(prove: Prove) -> Callable[[httpx.Request], Awaitable[None]]:
-    """A hook for requests, which calls `prove` between connecting and sending."""
-
-    async def add_trace(request: httpx.Request) -> None:
-        is_new = False
-
-        async def trace(event: str, info: Mapping[str, Any]) -> None:
-            nonlocal is_new
-            if event.endswith(".connect_tcp.complete"):  # also through a proxy
-                is_new = True
-            elif is_new and event.endswith(".send_request_headers.started"):
-                await prove()
-
-        request.extensions["trace"] = trace
-
-    return add_trace
 
 
 def parse_response(response: httpx.Response, kind: type[T]) -> T:

@@ -17,7 +17,7 @@ import socket
 import ssl
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from enum import Enum, auto
@@ -143,16 +143,6 @@ async def find_server(folder: Path, store: str = "", url: str = "") -> Announcem
         if health is _Health.DEAD and announcement.host in ("", _host()):
             path.unlink(missing_ok=True)
     return None
-
-
-def prove_server(folder: Path, store: str, url: str) -> Callable[[], Awaitable[None]]:
-    """For `ServerConnection`: a server of this store must answer there, the one that was found or a later one."""
-
-    async def prove() -> None:
-        if await find_server(folder, store, url) is None:
-            raise httpx.ConnectError("no server of this data folder answers there")
-
-    return prove
 
 
 def _host() -> str:

@@ -26,8 +26,9 @@ from palaver.chat.interface import (
     SentMessage,
 )
 from palaver.chat.turn_log import LogEntry
-from palaver.client.connection import ConnectionLost, Prove, Query, ServerConnection, parse_event, parse_response
+from palaver.client.connection import ConnectionLost, Query, ServerConnection, parse_event, parse_response
 from palaver.client.errors import NoServer
+from palaver.client.proof import Prove
 from palaver.client.sse import ServerSentEvent
 from palaver.errors import BadParameter
 from palaver.events import DraftBlock, Failed, Finished, Snapshot, Started, Waiting

@@ -200,14 +200,19 @@ def _ask_server(
 
     from palaver.client.completions import CompletionClient
     from palaver.client.discovery import find_server
+    from palaver.client.proof import prove_server
 
     async def run() -> Answer | None:
         running = await find_server(folder, database or "")
         own = running if running is not None and server in (None, running.url, f"{running.url}/") else None
         if own is None and server is None:
             return None
-        url, trust = (own.url, own.trust) if own else (str(server), True)
-        async with CompletionClient(url, key or (own.secret if own else ""), verify=trust) as client:
+        if own is None:
+            client = CompletionClient(str(server), key or "")
+        else:
+            prove = prove_server(folder, database or "", own.url)
+            client = CompletionClient(own.url, key or own.secret, verify=own.trust, prove=prove)
+        async with client:
             if server is None and model is not None and model not in await client.models():
                 return None
             return await _stream_completion(client, question, output, model)

@@ -128,8 +128,9 @@ async def open_chat(
 
     `note`: printed for a running server that was found.
     """
-    from palaver.client.discovery import find_server, prove_server
+    from palaver.client.discovery import find_server
     from palaver.client.http_chat import HttpChat
+    from palaver.client.proof import prove_server
 
     running = None if needs_engine else await find_server(folder, database or "")
     if running is not None and (server is None or (not key and running.url == server.rstrip("/"))):
