@@ -178,9 +178,16 @@ class ForkServer:
             self.process = None
 
 
-def parent_connection() -> socket.socket:
-    """The connection of a fork server's process to its parent. Ctrl+C is left to the parent."""
+def ignore_key_signals() -> None:
+    r"""Leaves Ctrl+C and Ctrl+\ to the front-end: the terminal sends their signals to all processes of a command."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if sys.platform != "win32":
+        signal.signal(signal.SIGQUIT, signal.SIG_IGN)
+
+
+def parent_connection() -> socket.socket:
+    """The connection of a fork server's process to its parent."""
+    ignore_key_signals()
     return socket.socket(fileno=int(sys.argv[1]))
 
 

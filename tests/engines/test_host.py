@@ -216,23 +216,24 @@ def test_a_process_that_was_started_ahead_ends_if_it_is_not_used() -> None:
 
 
 INTERRUPTED = """
-import os, runpy, signal, sys
+import os, runpy, sys
 
 class Interrupter:
     def find_spec(self, name, path=None, target=None):
         if name == "palaver.engines.host.child":
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), %d)
 
 sys.meta_path.insert(0, Interrupter())
 runpy.run_module("palaver.engines.host", run_name="__main__")
 """
 
 
-def test_ctrl_c_during_the_imports_does_not_end_the_process() -> None:
+@pytest.mark.parametrize("key", [signal.SIGINT, signal.SIGQUIT])
+def test_a_signal_key_during_the_imports_does_not_end_the_process(key: signal.Signals) -> None:
     ours, its = socket.socketpair()
     ours.close()  # the process ends by itself when it reads its connection
     with its:
-        command = [sys.executable, "-c", INTERRUPTED, str(its.fileno())]
+        command = [sys.executable, "-c", INTERRUPTED % key, str(its.fileno())]
         done = subprocess.run(command, pass_fds=[its.fileno()], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
 

@@ -26,7 +26,7 @@ from palaver.repl.terminal_mode import KeyMode
 from palaver.store import ReplyStatus, StoredMessage, open_store
 from tests.models import make_model
 from tests.repl.conftest import Door, HeldEngine, local_door
-from tests.repl.terminal import CTRL_C, CTRL_D, CTRL_L, Terminal
+from tests.repl.terminal import CTRL_BACKSLASH, CTRL_C, CTRL_D, CTRL_L, Terminal
 
 QUESTION = "What is 246810 + 135791?"
 ANSWER = "382601"
@@ -133,11 +133,12 @@ def test_an_editor_reads_whole_lines_from_the_terminal(tmp_path: Path) -> None:
         assert "1 You · 2 versions\nWhat is 2 + 2?\n" in terminal.do("/history")
 
 
-def test_control_c_in_an_editor_is_a_key_of_the_editor(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("key", "name"), [(CTRL_C, "INT"), (CTRL_BACKSLASH, "QUIT")])
+def test_a_signal_key_in_an_editor_is_a_key_of_the_editor(tmp_path: Path, key: str, name: str) -> None:
     """The editor keeps its file and the terminal."""
     editor = tmp_path / "editor"
     editor.write_text(
-        '#!/bin/sh\ntrap "printf Again:" INT\nprintf "Text: "\nuntil read line; do :; done\necho "$line" > "$1"\n'
+        f'#!/bin/sh\ntrap "printf Again:" {name}\nprintf "Text: "\nuntil read line; do :; done\necho "$line" > "$1"\n'
     )
     editor.chmod(0o755)
     with local_door(tmp_path).open(echo=True, environment={"EDITOR": str(editor)}) as terminal:
@@ -145,7 +146,7 @@ def test_control_c_in_an_editor_is_a_key_of_the_editor(tmp_path: Path) -> None:
         terminal.do("What is 1 + 1?")
         terminal.enter("/edit")
         terminal.wait("Text:$")
-        terminal.type(CTRL_C)
+        terminal.type(key)
         terminal.wait("Again:$")
         terminal.type("What is 2 + 2?\r")
         terminal.until(r"(?s)tokens/s.*tokens/s")

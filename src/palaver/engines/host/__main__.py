@@ -1,15 +1,14 @@
 """The engine process: `python -m palaver.engines.host DESCRIPTOR [GGUF FILE]`."""
 
 import faulthandler
-import signal
 import sys
 from pathlib import Path
 
 from palaver.engines.host.process import check_foreign_python, shorten_waits
 from palaver.memory import no_collections
-from palaver.processes import die_with_parent
+from palaver.processes import die_with_parent, ignore_key_signals
 
-signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl+C is handled by the front-end, during these imports too
+ignore_key_signals()  # during these imports too
 die_with_parent()
 faulthandler.enable(all_threads=False)
 descriptor, *files = sys.argv[1:]

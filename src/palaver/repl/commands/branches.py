@@ -24,7 +24,7 @@ from palaver.repl.input import TypedLine
 from palaver.repl.markdown import render_markdown
 from palaver.repl.reply_view import format_call, render_thinking
 from palaver.repl.settings import ThinkingDisplay
-from palaver.repl.signals import handle_interrupt
+from palaver.repl.signals import ignore_key_signals
 from palaver.repl.status import fills_context
 from palaver.repl.text import format_blob, format_messages, format_seconds, format_tokens, one_line, sanitize
 from palaver.store import Blob, ReplyStatus, StoredMessage, TreeNode
@@ -105,7 +105,7 @@ async def edit(session: Session, arguments: str) -> None:
     if "inline" in words or not editor or not session.lines.is_interactive:
         session.initial_line = TypedLine(escape_message(message.text), message.id)
         return
-    with session.lines.released(), handle_interrupt(lambda: None):  # Ctrl+C is a key of the editor
+    with session.lines.released(), ignore_key_signals():
         text = await edit_text(editor, message.text)
     if text == message.text or not text.strip():
         session.screen.note(strings.NOT_CHANGED)
