@@ -33,6 +33,7 @@ from palaver.store import (
     StoreError,
     open_store,
 )
+from palaver.store.blobs import RemoteBlobs
 from palaver.store.errors import Unreachable
 from palaver.store.schema import holders
 from palaver.store.tool_rounds import CallState, RoundState, ToolRounds
@@ -353,6 +354,29 @@ async def test_a_full_disk_loses_no_sound_that_a_tool_returned(
         return put(data)
 
     monkeypatch.setattr(service.store.blobs, "put", fail_at_first)
+    monkeypatch.setattr(tool_loop, "RETRY_SECONDS", 0)
+    await chat.decide_calls(reply.id, approve(round))
+    (call,) = (await wait_for_round(chat, reply.id, RoundState.DONE)).calls
+    assert (call.result, [blob.kind for blob in call.media]) == ("Listen.", ["audio"])
+    assert not failures
+    assert recorded(tmp_path).count("call sound") == 1
+
+
+async def test_a_storage_that_does_not_answer_loses_no_sound_that_a_tool_returned(
+    service: Service, chat: Chat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reply = await send(chat, ["bad__sound"])
+    round = await wait_for_round(chat, reply.id)
+    blobs = RemoteBlobs(Path(), "memory://bucket/sounds")
+    write, failures = blobs._files.pipe_file, [ConnectionError("refused"), TimeoutError("no answer")]
+
+    def fail_at_first(path: str, data: bytes) -> None:
+        if failures:
+            raise failures.pop()
+        write(path, data)
+
+    monkeypatch.setattr(blobs._files, "pipe_file", fail_at_first, raising=False)
+    monkeypatch.setattr(service.store, "blobs", blobs)
     monkeypatch.setattr(tool_loop, "RETRY_SECONDS", 0)
     await chat.decide_calls(reply.id, approve(round))
     (call,) = (await wait_for_round(chat, reply.id, RoundState.DONE)).calls

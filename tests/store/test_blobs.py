@@ -19,7 +19,7 @@ from palaver.messages import Image, Message, Role, Text
 from palaver.store import NotFound, StoreError, open_store
 from palaver.store.backup import backup, restore
 from palaver.store.blobs import Blobs, RemoteBlobs, open_blobs
-from palaver.store.errors import Damaged, Unreachable
+from palaver.store.errors import Damaged, StorageDisconnected, Unreachable
 
 
 @pytest.fixture(params=["folder", "shared", "memory"])
@@ -203,17 +203,24 @@ def test_a_changed_object_is_reported() -> None:
         blobs.get(digest)
 
 
-def test_a_storage_that_fails_is_an_error_of_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("failure", "error"),
+    [(ConnectionError, StorageDisconnected), (TimeoutError, StorageDisconnected), (PermissionError, Unreachable)],
+)
+def test_a_storage_that_fails_is_an_error_of_the_store(
+    monkeypatch: pytest.MonkeyPatch, failure: type[OSError], error: type[Unreachable]
+) -> None:
     blobs = RemoteBlobs(Path(), "memory://bucket/failing")
 
     def fail(*_: object, **__: object) -> None:
-        raise ConnectionError("bucket.example refused the connection")
+        raise failure("bucket.example refused the connection")
 
     monkeypatch.setattr(blobs._files, "cat_file", fail, raising=False)
     monkeypatch.setattr(blobs._files, "pipe_file", fail, raising=False)
     for call in (lambda: blobs.get("0" * 64), lambda: blobs.put(b"new")):
         with pytest.raises(Unreachable) as caught:
             call()
+        assert type(caught.value) is error
         assert "bucket" not in str(caught.value)
     with pytest.raises(BadParameter, match="blobs"):
         open_blobs(Path(), "nothing://bucket")

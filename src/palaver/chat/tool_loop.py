@@ -37,6 +37,7 @@ from palaver.store import (
     Locked,
     NotFound,
     ReplySettings,
+    StorageDisconnected,
     StoredMessage,
     StoreError,
 )
@@ -55,7 +56,7 @@ _log = logging.getLogger(__name__)
 RETRY_SECONDS = 1.0
 """The first pause between attempts to record what a call does. Each is twice as long as the one before."""
 MAX_RETRY_SECONDS = 30.0
-PASSING_ERRORS = (DiskFull, Locked, Disconnected)
+PASSING_ERRORS = (DiskFull, Locked, Disconnected, StorageDisconnected)
 """Failures of the store that pass by themselves."""
 DENIED = "The user did not allow this call."
 FORBIDDEN = "This tool is not allowed in this conversation."
@@ -348,8 +349,8 @@ class ToolLoop:
         errors: type[StoreError] | tuple[type[StoreError], ...] = PASSING_ERRORS,
         limit: float = math.inf,
     ) -> T:
-        """Writes what a call does, and tries again while the disk is full, the database is locked or does not answer:
-        a result must not be lost, and a call that can't be recorded must not run.
+        """Writes what a call does, and tries again while the disk is full, the database is locked, or it or the storage
+        of media does not answer: a result must not be lost, and a call that can't be recorded must not run.
 
         `errors`: those after which it tries again. `limit`: the seconds after which it raises them.
         """

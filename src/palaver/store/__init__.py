@@ -10,6 +10,7 @@ from palaver.store.errors import (
     LeaseLost,
     Locked,
     NotFound,
+    StorageDisconnected,
     StoreError,
     TokenCountMismatch,
 )
@@ -37,6 +38,7 @@ __all__ = [
     "ReplySettings",
     "ReplyStatus",
     "SearchHit",
+    "StorageDisconnected",
     "Store",
     "StoreError",
     "StoredMessage",

@@ -19,7 +19,7 @@ from typing import BinaryIO, Literal
 
 from palaver.errors import BadParameter, PalaverError
 from palaver.messages import PartBase
-from palaver.store.errors import Damaged, NotFound, Unreachable, translate_errors
+from palaver.store.errors import Damaged, NotFound, StorageDisconnected, Unreachable, translate_errors
 
 
 def write_atomic(path: Path, data: bytes) -> None:
@@ -280,8 +280,10 @@ def _reach_storage() -> Iterator[None]:
         yield
     except (FileNotFoundError, PalaverError):
         raise
+    except PermissionError as error:
+        raise Unreachable("The storage of the media refuses the access.") from error
     except Exception as error:
-        raise Unreachable("The storage of the media does not answer.") from error
+        raise StorageDisconnected("The storage of the media does not answer.") from error
 
 
 def _last_part(path: str) -> str:

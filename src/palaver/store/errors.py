@@ -90,6 +90,10 @@ class Disconnected(Unreachable):
     """
 
 
+class StorageDisconnected(Unreachable):
+    """The storage of the media did not answer: try again."""
+
+
 class Damaged(StoreError):
     """The database file or a blob is corrupt."""
 
