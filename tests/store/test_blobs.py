@@ -195,6 +195,56 @@ def test_an_object_that_is_put_after_a_sweep_has_listed_it_stays(monkeypatch: py
     assert blobs.get(digest) == b"picture"
 
 
+def old_object(place: str) -> tuple[RemoteBlobs, str]:
+    blobs = RemoteBlobs(Path(), f"memory://bucket/{place}")
+    digest = blobs.put(b"picture")
+    for file in cast(MemoryFileSystem, blobs._files).store.values():
+        file.modified = datetime(1970, 1, 1, tzinfo=UTC)
+    return blobs, digest
+
+
+def objects(blobs: RemoteBlobs) -> list[str]:
+    return [path.rpartition("/")[2] for path in blobs._files.find(blobs._root)]
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("step", ["cp_file", "rm_file", "glob"])
+def test_an_object_that_is_put_during_a_sweep_stays(monkeypatch: pytest.MonkeyPatch, step: str, when: str) -> None:
+    blobs, digest = old_object(f"put-{step}-{when}")
+    interpose(monkeypatch, blobs._files, step, when, lambda: blobs.put(b"picture"))
+    blobs.sweep(set())
+    assert blobs.get(digest) == b"picture"
+    assert blobs.sweep(set()) == 0, "it is new again"
+    assert not [name for name in objects(blobs) if name.endswith(".sweep")]
+
+
+def test_a_sweep_of_a_storage_leaves_nothing() -> None:
+    blobs, digest = old_object("nothing")
+    assert blobs.sweep(set()) == 1
+    assert objects(blobs) == []
+    with pytest.raises(NotFound):
+        blobs.get(digest)
+
+
+@pytest.mark.parametrize("referenced", [True, False])
+@pytest.mark.parametrize("step", ["cp_file", "rm_file"])
+def test_an_interrupted_sweep_of_a_storage_loses_nothing(
+    monkeypatch: pytest.MonkeyPatch, step: str, referenced: bool
+) -> None:
+    def crash() -> None:
+        raise KeyboardInterrupt
+
+    blobs, digest = old_object(f"interrupted-{step}-{referenced}")
+    interpose(monkeypatch, blobs._files, step, "after", crash)
+    with pytest.raises(KeyboardInterrupt):
+        blobs.sweep(set())
+    assert blobs.get(digest) == b"picture"
+    for file in cast(MemoryFileSystem, blobs._files).store.values():
+        file.modified = datetime(1970, 1, 1, tzinfo=UTC)
+    blobs.sweep({digest} if referenced else set())
+    assert objects(blobs) == ([digest] if referenced else [])
+
+
 def test_a_changed_object_is_reported() -> None:
     blobs = RemoteBlobs(Path(), "memory://bucket/changed")
     digest = blobs.put(b"picture")

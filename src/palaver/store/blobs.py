@@ -101,6 +101,8 @@ GRACE_SECONDS = 3600.0
 """Age at which an unreferenced blob may be deleted: blobs are written before their messages."""
 _SET_ASIDE = ".sweep"
 """The suffix of a file that a sweep has set aside: it is about to be deleted, or put back."""
+_ANNOUNCED = ".put"
+"""The suffix of an empty object that says that an object was about to be written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +229,9 @@ class RemoteBlobs(Blobs):
         digest = hashlib.sha256(data).hexdigest()
         with _reach_storage():
             if not self._is_fresh(digest, len(data)):
-                self._files.pipe_file(self._address(digest), data)
+                address = self._address(digest)
+                self._files.pipe_file(f"{address}.{secrets.token_hex(4)}{_ANNOUNCED}", b"")
+                self._files.pipe_file(address, data)
         return digest
 
     def digests(self) -> Iterator[str]:
@@ -235,22 +239,60 @@ class RemoteBlobs(Blobs):
             yield from sorted(name for name in map(_last_part, self._files.find(self._root)) if len(name) == 64)
 
     def sweep(self, referenced: set[str], grace: float = GRACE_SECONDS) -> int:
-        """Deletes unreferenced blobs. Object storage can't look and delete at once: one that is put in the moment
-        between is lost."""
+        """Deletes unreferenced blobs and what other sweeps have left. Returns how many blobs."""
         cutoff = time.time() - grace
         removed = 0
         with _reach_storage():
             for path in self._files.find(self._root):
+                digest, _, kind = _last_part(path).partition(".")
+                if not kind and digest in referenced:
+                    continue
                 with suppress(FileNotFoundError):  # another server sweeps too
-                    if _last_part(path) not in referenced and self._files.modified(path).timestamp() < cutoff:
-                        self._files.rm_file(path)
-                        removed += 1
+                    if self._is_newer(path, cutoff):
+                        continue
+                    if kind:
+                        self._sweep_leftover(path, digest, digest in referenced)
+                    else:
+                        removed += self._sweep_object(path, cutoff)
         return removed
 
+    def _sweep_object(self, path: str, cutoff: float) -> bool:
+        """Deletes an object that was old. Returns whether it is deleted.
+
+        Object storage can't look and delete at once. put() announces what it writes, so an object that it has written
+        since is noticed afterwards, and put back. A sweep that is interrupted between leaves a copy, where get() finds
+        it; a later sweep puts it back or deletes it.
+        """
+        aside = f"{path}.{secrets.token_hex(4)}{_SET_ASIDE}"
+        self._files.cp_file(path, aside)
+        self._files.rm_file(path)
+        is_put = any(self._is_newer(one, cutoff) for one in self._files.glob(f"{path}.*{_ANNOUNCED}"))
+        if is_put:
+            self._files.cp_file(aside, path)
+        self._files.rm_file(aside)
+        return not is_put
+
+    def _sweep_leftover(self, path: str, digest: str, is_referenced: bool) -> None:
+        """Deletes an old announcement, or the copy that an interrupted sweep has left, which may be the last one."""
+        if path.endswith(_SET_ASIDE) and is_referenced and not self._files.exists(self._address(digest)):
+            self._files.cp_file(path, self._address(digest))
+        self._files.rm_file(path)
+
+    def _is_newer(self, path: str, cutoff: float) -> bool:
+        """False if another server has deleted it."""
+        with suppress(FileNotFoundError):
+            return bool(self._files.modified(path).timestamp() >= cutoff)
+        return False
+
     def _read(self, digest: str) -> bytes:
+        address = self._address(digest)
         with _reach_storage():
-            data: bytes = self._files.cat_file(self._address(digest))
-        return data
+            with suppress(FileNotFoundError):
+                return bytes(self._files.cat_file(address))
+            for aside in self._files.glob(f"{address}.*{_SET_ASIDE}"):
+                with suppress(FileNotFoundError):
+                    return bytes(self._files.cat_file(aside))
+            return bytes(self._files.cat_file(address))  # sweep() may have put it back meanwhile
 
     def _is_fresh(self, digest: str, size: int) -> bool:
         """Whether it is stored, and too new to be swept before a message references it."""
