@@ -261,6 +261,22 @@ def test_a_duplicated_tab_is_another_one_and_sends_nothing_twice(page: Page, ser
     assert [node["role"] for node in nodes] == ["user", "assistant"] * 2
 
 
+def test_a_message_whose_answer_is_lost_does_not_come_back_to_the_field(page: Page, served: Served) -> None:
+    page.goto(served.url)
+    ask(page, "first")
+    ended(page)
+
+    def lose_the_answer(route: Route) -> None:
+        route.fetch()
+        route.abort()
+
+    page.route("**/say", lose_the_answer)
+    ask(page, "second")
+    expect(page.locator("article.user")).to_have_text(["first", "second"])
+    expect(page.get_by_label("Message", exact=True)).to_have_value("")
+    whole(served, page)
+
+
 def test_a_stale_tab_overwrites_nothing(page: Page, browser: Browser, served: Served) -> None:
     """Its stream is cut off, so it knows nothing of what the other one said."""
     page.goto(served.url)

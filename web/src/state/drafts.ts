@@ -8,6 +8,8 @@ export interface Draft {
   text: string
   files: Attachment[]
   key: string
+  /** Once it is sent, the leaf after which; empty for the first message. The server may have it although no response came. */
+  after?: string
 }
 
 const storageKey = (conversation: string | null): string => `draft.${conversation ?? 'new'}`

@@ -6,8 +6,6 @@ import { load, save } from './storage'
 import { tab } from './tab.svelte'
 
 export interface QueuedMessage extends Draft {
-  /** Once it is sent, the leaf after which; empty for the first message. */
-  after?: string
   /** The tab that sends it, and since when, in milliseconds. */
   tab?: string
   since?: number
@@ -78,8 +76,8 @@ export function checkSenders(messages: readonly QueuedMessage[]): void {
   for (const message of messages) if (message.tab !== undefined) tab.check(message.tab)
 }
 
-/** Whether the branch contains this message already, because the page was left while it was sent. */
-export function wasSent(message: QueuedMessage, path: readonly Stored[]): boolean {
+/** Whether the branch contains this message already: the page was left while it was sent, or the response was lost. */
+export function wasSent(message: Draft, path: readonly Stored[]): boolean {
   if (message.after === undefined) return false
   const place = message.after === '' ? 0 : path.findIndex((one) => one.id === message.after) + 1
   const next = message.after !== '' && place === 0 ? undefined : path[place]
