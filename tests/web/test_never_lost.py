@@ -8,7 +8,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from playwright.sync_api import Browser, Locator, Page, Route, expect
+from playwright.sync_api import Browser, Dialog, Locator, Page, Route, expect
 
 from tests.web.conftest import ENDLESS_THOUGHT, PATIENCE, Served, text_of
 from tests.web.forked import HOLD
@@ -259,6 +259,40 @@ def test_a_duplicated_tab_is_another_one_and_sends_nothing_twice(page: Page, ser
     assert not sent
     nodes = httpx.get(f"{served.url}/api/conversations/{conversation(page)}/nodes", timeout=PATIENCE).json()
     assert [node["role"] for node in nodes] == ["user", "assistant"] * 2
+
+
+def test_an_edit_that_could_not_be_saved_stays_open_and_is_stored_once(page: Page, served: Served) -> None:
+    page.goto(served.url)
+    ask(page, "first")
+    ended(page)
+    refusal = '{"error": {"message": "No room.", "type": "x", "param": null, "code": null}}'
+    page.route("**/replies", lambda one: one.fulfill(status=507, content_type="application/json", body=refusal))
+    page.locator("article.user").get_by_role("button", name="Edit").click()
+    field = page.locator("article.user textarea")
+    field.fill("edited")
+    field.press("Enter")
+    expect(page.get_by_role("alert")).to_contain_text("No room.")
+    expect(field).to_have_value("edited")
+    asked: list[str] = []
+
+    def leave(dialog: Dialog) -> None:
+        asked.append(dialog.type)
+        dialog.accept()
+
+    page.on("dialog", leave)
+    page.reload()
+    assert asked == ["beforeunload"]
+    page.locator("article.user").get_by_role("button", name="Edit").click()
+    field.fill("edited again")
+    field.press("Enter")
+    expect(page.get_by_role("alert")).to_contain_text("No room.")
+    page.unroute("**/replies")
+    field.press("Enter")
+    expect(page.locator("article.user")).to_contain_text("edited again")
+    expect(field).to_have_count(0)
+    whole(served, page)
+    nodes = httpx.get(f"{served.url}/api/conversations/{conversation(page)}/nodes", timeout=PATIENCE).json()
+    assert [node["role"] for node in nodes].count("user") == 3, "the first, and each edit once"
 
 
 def test_a_message_whose_answer_is_lost_does_not_come_back_to_the_field(page: Page, served: Served) -> None:

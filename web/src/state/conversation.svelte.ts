@@ -255,10 +255,10 @@ export class Conversation {
   }
 
   /** Creates an edited version of a message. An edited user message gets a new reply. */
-  edit(message: Stored, parts: Part[]): Promise<boolean> {
+  edit(message: Stored, parts: Part[], key: string): Promise<boolean> {
     return this.#write(async () => {
-      const edited = await api.editMessage(message.id, parts, newKey())
-      const reply = message.role === 'user' ? await api.createReply(this.id, edited.id, newKey()) : edited
+      const edited = await api.editMessage(message.id, parts, key)
+      const reply = message.role === 'user' ? await api.createReply(this.id, edited.id, `${key} reply`) : edited
       await this.#moveTo(reply.id)
     })
   }
