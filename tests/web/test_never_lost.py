@@ -177,6 +177,28 @@ def test_a_draft_survives_a_reload(page: Page, served: Served) -> None:
     expect(page.get_by_label("Message", exact=True)).to_have_value("")
 
 
+def test_drafts_of_two_tabs_survive_a_reload(page: Page, served: Served) -> None:
+    page.goto(served.url)
+    other = page.context.new_page()
+    other.goto(served.url)
+    fields = [tab.get_by_label("Message", exact=True) for tab in (page, other)]
+    for field, text in zip(fields, ("in the first tab", "in the second tab"), strict=True):
+        field.fill(text)
+    for tab in (page, other):
+        tab.reload()
+    expect(fields[0]).to_have_value("in the first tab")
+    expect(fields[1]).to_have_value("in the second tab")
+    fields[0].press("Enter")
+    ended(page)
+    expect(fields[0]).to_have_value("")
+    other.reload()
+    expect(fields[1]).to_have_value("in the second tab")
+    other.close()
+    page.goto(served.url)
+    expect(fields[0]).to_have_value("in the second tab")
+    fields[0].fill("")
+
+
 def test_a_message_that_could_not_be_sent_stays_in_the_field(page: Page, served: Served) -> None:
     page.goto(served.url)
     refusal = '{"error": {"message": "No room.", "type": "x", "param": null, "code": null}}'

@@ -1,8 +1,10 @@
 // The unsent text and files of each conversation, with the idempotency key of the message: a message whose response is
 // lost is stored once.
+//
+// Each tab keeps its own drafts over a reload. The newest draft of all tabs is kept for tabs that are opened later.
 import type { Attachment } from '../components/attachments'
 import { newKey } from '../transport/http'
-import { load, save } from './storage'
+import { load, loadFromTab, save, saveToTab } from './storage'
 
 export interface Draft {
   text: string
@@ -14,14 +16,35 @@ export interface Draft {
 
 const storageKey = (conversation: string | null): string => `draft.${conversation ?? 'new'}`
 
+/** The draft of this tab. Without one, that of another tab becomes its own, too. */
 export function loadDraft(conversation: string | null): Draft {
-  const stored = load<Draft | null>(storageKey(conversation), null)
-  return stored && typeof stored.text === 'string' && Array.isArray(stored.files) ? stored : { text: '', files: [], key: newKey() }
+  const name = storageKey(conversation)
+  const own = loadOwnDraft(conversation)
+  const shared = own === null ? validDraft(load(name, null)) : null
+  if (shared) saveToTab(name, shared)
+  return own ?? shared ?? { text: '', files: [], key: newKey() }
 }
 
+export function loadOwnDraft(conversation: string | null): Draft | null {
+  return validDraft(loadFromTab(storageKey(conversation)) ?? null)
+}
+
+/** An empty draft removes that of this tab, but not what another tab has written since. */
 export function saveDraft(conversation: string | null, draft: Draft): void {
-  const empty = draft.text === '' && draft.files.length === 0
-  save(storageKey(conversation), empty ? null : draft)
+  if (draft.text === '' && draft.files.length === 0) return removeDraft(conversation, loadOwnDraft(conversation)?.key ?? draft.key)
+  saveToTab(storageKey(conversation), draft)
+  save(storageKey(conversation), draft)
+}
+
+/** Removes the draft with this key. */
+export function removeDraft(conversation: string | null, key: string): void {
+  const name = storageKey(conversation)
+  if (loadOwnDraft(conversation)?.key === key) saveToTab(name, null)
+  if (validDraft(load(name, null))?.key === key) save(name, null)
+}
+
+function validDraft(stored: Draft | null): Draft | null {
+  return stored && typeof stored.text === 'string' && Array.isArray(stored.files) ? stored : null
 }
 
 /** Puts a message that could not be sent before the draft that was written since. */

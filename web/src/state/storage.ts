@@ -30,10 +30,11 @@ export function loadFromTab<T>(name: string): T | undefined {
   }
 }
 
-/** Does nothing if the storage is full or forbidden. */
+/** Removes the entry if the value is null, or the storage full. Does nothing if the storage is forbidden. */
 export function saveToTab(name: string, value: unknown): void {
   try {
-    sessionStorage.setItem(`palaver.${name}`, JSON.stringify(value))
+    sessionStorage.removeItem(`palaver.${name}`)
+    if (value !== null) sessionStorage.setItem(`palaver.${name}`, JSON.stringify(value))
   } catch {
     // the value is lost with the page
   }
