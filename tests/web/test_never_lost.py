@@ -8,7 +8,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from playwright.sync_api import Browser, Dialog, Locator, Page, Route, expect
+from playwright.sync_api import Browser, Dialog, FilePayload, Locator, Page, Route, expect
 
 from tests.web.conftest import ENDLESS_THOUGHT, PATIENCE, Served, text_of
 from tests.web.forked import HOLD
@@ -281,6 +281,22 @@ def test_a_duplicated_tab_is_another_one_and_sends_nothing_twice(page: Page, ser
     assert not sent
     nodes = httpx.get(f"{served.url}/api/conversations/{conversation(page)}/nodes", timeout=PATIENCE).json()
     assert [node["role"] for node in nodes] == ["user", "assistant"] * 2
+
+
+def test_a_file_is_attached_although_the_network_fails_for_a_moment(page: Page, served: Served) -> None:
+    """A recording or a picture of the camera is nowhere else."""
+    failed: list[Route] = []
+
+    def fail_once(route: Route) -> None:
+        failed.append(route)
+        (route.continue_ if len(failed) > 1 else route.abort)()
+
+    page.route("**/api/documents*", fail_once)
+    page.goto(served.url)
+    file = FilePayload(name="notes.html", mimeType="text/html", buffer=b"<p>Buy milk</p>")
+    page.locator("form.composer input[type=file]").set_input_files(file)
+    page.get_by_role("button", name="Remove notes.html").click()
+    assert len(failed) == 2
 
 
 def test_an_edit_that_could_not_be_saved_stays_open_and_is_stored_once(page: Page, served: Served) -> None:

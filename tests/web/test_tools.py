@@ -182,6 +182,14 @@ def test_arguments_are_edited_and_a_call_is_denied(talk: Page) -> None:
     assert axe_violations(talk) == []
     type_over(talk, field, '{"a": 2}')
     expect(run).to_be_enabled()
+    talk.route(
+        "**/api/turns/*/tools", lambda route: route.abort() if route.request.method == "POST" else route.continue_()
+    )
+    press_on(talk, run, key="Tab")
+    expect(talk.get_by_role("alert")).to_be_visible()
+    expect(run).to_be_enabled()
+    expect(field).to_have_value('{"a": 2}')
+    talk.unroute("**/api/turns/*/tools")
     press_on(talk, run, key="Tab")
     first = talk.get_by_label("Tool call: bad__unchanged").first
     expect(first).to_contain_text('The user changed the arguments to {"a": 2}')

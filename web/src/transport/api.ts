@@ -1,5 +1,5 @@
 // One function per endpoint of the server.
-import { address, request, requestOnce, send } from './http'
+import { address, request, requestOnce, requestWithRetries, send } from './http'
 import type {
   BlobPut,
   CallDecision,
@@ -185,11 +185,11 @@ export const speechUrl = (id: string): string => address(apiPath('messages', id,
 export const listVoices = (): Promise<{ model: string; voices: string[] }> => request('v1/audio/voices')
 const toOctets = (file: File): Blob => new Blob([file], { type: 'application/octet-stream' })
 export const putBlob = (file: File, name: string): Promise<BlobPut> =>
-  request(apiPath('blobs'), { method: 'POST', query: { name }, body: toOctets(file) })
+  requestWithRetries(apiPath('blobs'), { method: 'POST', query: { name }, body: toOctets(file) })
 /** The text of a PDF or text file, under its name. */
 export const readDocument = (file: File, name: string): Promise<Document> =>
-  request(apiPath('documents'), { method: 'POST', query: { name }, body: toOctets(file) })
+  requestWithRetries(apiPath('documents'), { method: 'POST', query: { name }, body: toOctets(file) })
 /** Transcribes a recording. */
 export const transcribe = (file: File): Promise<Transcription> =>
-  request(apiPath('transcriptions'), { method: 'POST', query: { name: file.name }, body: toOctets(file) })
+  requestWithRetries(apiPath('transcriptions'), { method: 'POST', query: { name: file.name }, body: toOctets(file) })
 export const blobUrl = (digest: string, type: string): string => address(apiPath('blobs', digest), { type })

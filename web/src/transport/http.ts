@@ -71,7 +71,10 @@ export async function request<T>(path: string, options: RequestOptions = {}): Pr
 const RETRY_DELAYS = [250, 500, 1000, 2000, 4000]
 
 /** Sends a write with an idempotency key, which takes effect once. Retries while the server is unreachable. */
-export async function requestOnce<T>(path: string, options: RequestOptions & { key: string }): Promise<T> {
+export const requestOnce = <T>(path: string, options: RequestOptions & { key: string }): Promise<T> => requestWithRetries(path, options)
+
+/** Sends a request that may be repeated. Retries while the server is unreachable. */
+export async function requestWithRetries<T>(path: string, options: RequestOptions): Promise<T> {
   for (const delay of RETRY_DELAYS) {
     try {
       return await request<T>(path, options)
