@@ -2,7 +2,7 @@
 import { SvelteSet } from 'svelte/reactivity'
 
 const KEY = 'palaver.tab'
-const ANSWER_MS = 500 // a tab that does not answer for so long is taken to be closed
+const ANSWER_MS = 1000 // a tab that does not answer for so long is taken to be closed
 
 interface TabMessage {
   /** `ask`: which other tab has this name? `taken`: the sender has it. */
