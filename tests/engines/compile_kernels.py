@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from palaver.engines.torch import mxfp4, step_weights
+from palaver.engines.torch import kernel_functions, mxfp4, step_weights
 from palaver.engines.torch.cuda_step import DecoderStep
 from palaver.engines.torch.device_filters import WIDTH
 from palaver.engines.torch.hybrid_kernels import GatedDeltaLayer, rms_norm
@@ -302,6 +302,7 @@ def need(source: Any, options: Any) -> tuple[float, ...]:
 
 def compile_all(limits: DeviceLimits, few: bool) -> None:
     target = GPUTarget("cuda", limits.capability[0] * 10 + limits.capability[1], 32)
+    kernel_functions.shared_memory = lambda device: limits.shared_memory
     recorder = Recorder(target)
     with recorder.recording():
         for name, sizes in MODELS.items():

@@ -22,8 +22,6 @@ from tests.engines.interpreter import ALL_ASKED
 ROOT = Path(__file__).parents[2]
 SHARED_MEMORY = {"8.0": 166912, "9.0": 232448, "10.0": 232448, "12.0": 101376}
 """Bytes that a program may take, by the capability of the device."""
-TOO_LARGE = {("12.0", "hybrid", "_scan_blocks"), ("12.0", "Gemma", "_attend_prefill")}
-"""What these devices can't run: the library computes such models there."""
 DECODE_ROWS = 32
 SPILLED = {
     "_linear": 896,
@@ -61,14 +59,13 @@ def compile_kernels(capability: str, folder: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600 if ALL_ASKED else 300)
-@pytest.mark.parametrize("capability", SHARED_MEMORY if ALL_ASKED else ["8.0", "9.0"])
+@pytest.mark.parametrize("capability", SHARED_MEMORY if ALL_ASKED else ["9.0", "12.0"])
 def test_kernels_compile_and_fit_the_device(capability: str, tmp_path: Path) -> None:
     compiled = compile_kernels(capability, tmp_path)
     assert {one["kernel"] for one in compiled} == kernel_names()
     for one in compiled:
         assert not one["error"], one
         assert one["registers"], "what the assembler says of a kernel was not understood"
-        fits = one["shared"] <= SHARED_MEMORY[capability]
-        assert fits != ((capability, one["model"], one["kernel"]) in TOO_LARGE), one
+        assert one["shared"] <= SHARED_MEMORY[capability], one
         decodes = one["constants"].get("BM", DECODE_ROWS + 1) <= DECODE_ROWS
         assert one["spilled"] <= (0 if decodes else SPILLED.get(one["kernel"], 0)), one

@@ -218,6 +218,8 @@ class DecoderStep:
         self.layers = model.layers
         self.exact = exact
         self._heads = model.heads
+        fits = model.heads.prefill_bytes <= kernel_functions.shared_memory(self.device)
+        self._prefill_stages = 2 if fits else 1
         self.capture = capture
         self._pdl = pdl
         self.max_rows = max_rows
@@ -1064,7 +1066,7 @@ class DecoderStep:
             SOFTCAP=attention.softcap is not None,
             SINKS=attention.sinks is not None,
             QUERIES=heads.prefill_queries,
-            STAGES=2,
+            STAGES=self._prefill_stages,
             **heads.sizes,
             num_warps=8 if heads.size == 256 else 4,
             enable_fp_fusion=False,

@@ -27,6 +27,7 @@ import triton.language as tl
 from torch import Tensor, nn
 
 from palaver.engines.core.runner import UnsupportedModel
+from palaver.engines.torch import kernel_functions
 
 _log = logging.getLogger(__name__)
 
@@ -37,7 +38,9 @@ VALUES = 32
 FEW_ROWS = 4
 """Up to so many sequences a decode pass has programs of VALUES columns; with more, each has all columns of a head."""
 STAGES = 2
-"""Blocks that `_scan_blocks` has loads of under way."""
+"""Blocks that `_scan_blocks` has loads of under way, where it has memory for them."""
+STAGES_BYTES = 160 << 10
+"""What a program must be able to take for that: consumer GPUs have 99 KiB, others more."""
 CHANNELS = 128
 """Channels of a convolution that one program computes."""
 PROBE_TOKENS = (100, 49, 1)
@@ -350,6 +353,7 @@ class GatedDeltaLayer:
             "V": self._value_size,
         }
         self._rates = (module.A_log.detach(), module.dt_bias.detach())
+        self._stages = STAGES if kernel_functions.shared_memory(self._weight.device) >= STAGES_BYTES else 1
 
     def __call__(self, hidden_states: Tensor, cache_params: Any = None, **_: Any) -> Tensor:
         """`cache_params`: with the states of the rows, which change in place. Either one row or single tokens."""
@@ -439,7 +443,7 @@ class GatedDeltaLayer:
             BV=columns,
             BT=BLOCK,
             num_warps=4,
-            num_stages=STAGES,
+            num_stages=self._stages,
         )
 
     def check(self) -> None:

@@ -6,12 +6,21 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 INTERPRETED = tl.constexpr(bool(os.environ.get("TRITON_INTERPRET")))
 """Triton's interpreter has no assembly."""
+
+
+def shared_memory(device: torch.device) -> int:
+    """Bytes that one program may take."""
+    if device.type != "cuda":
+        return 1 << 30
+    bytes_: int = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    return bytes_
 
 
 @triton.jit

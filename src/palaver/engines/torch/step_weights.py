@@ -31,6 +31,8 @@ from palaver.engines.torch.tile_shapes import (
 
 PREFILL_ROWS = 64
 """Queries of all heads that one program of a prefill attends for."""
+PREFILL_WEIGHT_BYTES = 16 << 10
+"""Of shared memory, for what such a program keeps beside keys and values."""
 EXPERT_ROWS = 16
 """Rows of a tile of one expert."""
 NO_WINDOW = 1 << 30
@@ -294,6 +296,11 @@ class HeadShape:
     def prefill_queries(self) -> int:
         """Tokens of a prompt that one program attends for."""
         return max(1, PREFILL_ROWS // self.padded_group)
+
+    @property
+    def prefill_bytes(self) -> int:
+        """Of shared memory, about: for keys and values of a tile, for the next ones, and for the weights of values."""
+        return 3 * 2 * self.size * attention_kernels.TILE + PREFILL_WEIGHT_BYTES
 
     @property
     def sizes(self) -> dict[str, int]:
