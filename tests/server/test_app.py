@@ -6,6 +6,7 @@ import asyncio
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -19,6 +20,7 @@ from palaver.cli import app
 from palaver.client.discovery import find_server
 from palaver.commands.serve import _ensure_keys
 from palaver.models.resolver import resolve_folder
+from palaver.server.app import server_url
 from palaver.server.settings import ServerSettings
 from palaver.store import open_store
 from tests.client.test_tls import made
@@ -154,3 +156,19 @@ def test_a_model_that_is_not_there_ends_it(tmp_path: Path) -> None:
     assert ran.returncode == 1
     assert "Can't find the model" in ran.stderr
     assert "Traceback" not in ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("host", "bound", "tls", "shown"),
+    [
+        ("localhost", "127.0.0.1", False, "http://127.0.0.1"),
+        ("localhost", "127.0.0.1", True, "https://localhost"),
+        ("127.0.0.5", "127.0.0.5", False, "http://127.0.0.5"),
+        ("0.0.0.0", "0.0.0.0", False, "http://127.0.0.1"),
+    ],
+)
+def test_the_url_has_the_address_that_the_server_has(host: str, bound: str, tls: bool, shown: str) -> None:
+    """Another program may listen at another address of the same name."""
+    with socket.create_server((bound, 0)) as listening:
+        port = listening.getsockname()[1]
+        assert server_url(ServerSettings(host=host), listening, tls) == f"{shown}:{port}"

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from ipaddress import ip_address
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -257,9 +258,11 @@ def listen(settings: ServerSettings) -> socket.socket:
 
 
 def server_url(settings: ServerSettings, listening: socket.socket, tls: bool) -> str:
-    """The base URL, without a trailing slash."""
-    port = listening.getsockname()[1]
-    host = "127.0.0.1" if settings.host in ("0.0.0.0", "::", "") else settings.host
+    """The base URL, without a trailing slash. A name of this machine itself may stand for several addresses, at which
+    other programs may listen: the URL has the one that the server has. Certificates are for names."""
+    address, port = listening.getsockname()[:2]
+    named = tls or not ip_address(address).is_loopback
+    host = "127.0.0.1" if settings.host in ("0.0.0.0", "::", "") else settings.host if named else address
     shown = f"[{host}]" if ":" in host else host
     return f"{'https' if tls else 'http'}://{shown}:{port}{settings.prefix}"
 
