@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -122,6 +123,15 @@ def test_a_constrained_answer_waits_for_no_thought_where_thinking_is_off() -> No
     assert not may_think("heath", effort="none")
     assert not may_think("reed", thinking=False)
     assert not may_think("kelp", variables={"no_reasoning": True})
+
+
+def test_what_is_not_off_may_think() -> None:
+    """Also where the model decides by itself."""
+    switch = Switch("mode", SwitchKind.THINKING, "text", ("on", "off", "auto"), default="auto", on="on", off="off")
+    assert switch.thinks({})
+    assert switch.thinks({"mode": "auto"})
+    assert not switch.thinks({"mode": "off"})
+    assert not replace(switch, default="off").thinks({})
 
 
 def test_a_day_is_written_as_the_template_writes_it() -> None:

@@ -86,10 +86,10 @@ class Switch:
     """A description of what it changes."""
 
     def thinks(self, variables: Mapping[str, Any]) -> bool:
-        """Whether the model thinks with these variables; without this variable, whether it thinks by default."""
+        """Whether the model may think with these variables; without this variable, whether it may by default."""
         if self.name in variables:
             return bool(variables[self.name] != self.off)
-        return bool(self.default == self.on)
+        return bool(self.on is None if self.default is None else self.default != self.off)
 
     def check(self, value: Any) -> None:
         """Raises BadParameter for a value that the template does not accept."""
