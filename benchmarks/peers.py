@@ -410,7 +410,7 @@ MEASURES: dict[str, Callable[[Peer, int, Lengths], Awaitable[float]]] = {
 }
 BARS = {
     (PALAVER, "sprout"): {ONE: 1.2, EIGHT: 2.0, LATE: 2.0},
-    **{(GGUF, shape): {ONE: 1.2, EIGHT: 1.5, LATE: 2.0} for shape in ("sprout", "0.6B")},
+    **{(GGUF, shape): {ONE: 1.2, EIGHT: 1.2, LATE: 2.0} for shape in ("sprout", "0.6B")},
     (GGUF_LLAMACPP, "sprout"): {ONE: 0.9, EIGHT: 0.9, LATE: 2.0},
     (GGUF_LLAMACPP, "0.6B"): {ONE: 0.97, EIGHT: 0.97, LATE: 2.0},
 }

@@ -8,7 +8,8 @@
 int multiply_rows(int64_t dtype, const void *packed, int64_t inputs, int64_t outputs, const float *x, int64_t rows,
                   float *y) {
     const matrix by = {packed, NULL, inputs, outputs, dtype};
-    rounded *integers = aligned_alloc(ALIGNMENT, rows * rounded_groups(inputs) * sizeof(rounded));
+    const int64_t size = rows * rounded_groups(inputs) * sizeof(rounded_group);
+    rounded_group *integers = aligned_alloc(ALIGNMENT, (size + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT);
     float *tile = aligned_alloc(ALIGNMENT, rows * PANEL * sizeof(float));
     if (integers && tile) {
         for (int64_t r = 0; is_quantised(dtype) && r < rows; r++)

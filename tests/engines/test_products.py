@@ -29,11 +29,11 @@ BUILDS = {
     "avx2": (("-mavx2", "-mfma", "-mf16c"), "avx2"),
     "avx-vnni": (("-mavx2", "-mfma", "-mf16c", "-mavxvnni"), "avx_vnni"),
     "avx512": (("-march=skylake-avx512",), "avx512bw"),
-    "avx512-vnni": (("-march=icelake-client",), "avx512_vnni"),
+    "avx512-vnni": (("-march=cascadelake",), "avx512_vnni"),
 }
 """The compiler's flags, and what the processor must have."""
 DTYPES = {name: number for number, name in enumerate((*FLOAT_ARRAYS, *QUANTISED))}
-INPUTS, OUTPUTS = 512, 100
+OUTPUTS = 100
 ROWS = (1, 2, 3, 4, 5, 8, 9, 13)
 
 Library = ctypes.CDLL
@@ -47,9 +47,9 @@ def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))))
     built = tmp_path_factory.mktemp("products") / "products.so"
     sources = (str(Path(__file__).with_name("products.c")), "-o", str(built), "-lm")
-    common = ("-O1", "-std=gnu11", "-ffp-contract=fast", "-Wall", "-Wextra", "-Wno-psabi", "-shared", "-fPIC")
+    common = ("-O3", "-std=gnu11", "-ffp-contract=fast", "-Wall", "-Wextra", "-Wno-psabi", "-shared", "-fPIC")
     result = subprocess.run((compiler, *common, *flags, f"-I{HEADERS}", *sources), capture_output=True, text=True)
-    if result.returncode and flags and "error: unrecognized" in result.stderr:
+    if result.returncode and flags and ("unrecognized" in result.stderr or "unknown" in result.stderr):
         pytest.skip("the compiler doesn't know this processor")
     assert not result.returncode, result.stderr
     return ctypes.CDLL(str(built))
@@ -106,8 +106,13 @@ def drawn(seed: int, *shape: int, spread: Callable[[Floats], Floats] = lambda x:
     return spread(np.random.default_rng(seed).standard_normal(shape).astype(np.float32))
 
 
+def inputs_of(kind: str) -> int:
+    """Whole blocks, of which the last lie in a shorter part of a panel where they can."""
+    return 768 if BLOCKS.get(kind) == 256 else 800
+
+
 def matrix_of(library: Library, kind: str) -> Panels:
-    return Panels(library, kind, drawn(1, OUTPUTS, INPUTS))
+    return Panels(library, kind, drawn(1, OUTPUTS, inputs_of(kind)))
 
 
 def rounding_bound(x: Floats, weights: Floats) -> NDArray[np.float64]:
@@ -128,7 +133,7 @@ def test_weights_are_read_as_ggml_says(library: Library, kind: str) -> None:
 def test_products_are_exact_but_for_the_rounding_of_rows(library: Library, kind: str) -> None:
     panels = matrix_of(library, kind)
     for spread in (lambda x: x, lambda x: x**5, lambda x: x * 1e-12, lambda x: x * 1e12):
-        x = drawn(2, max(ROWS), INPUTS, spread=spread)
+        x = drawn(2, max(ROWS), inputs_of(kind), spread=spread)
         expected = x.astype(np.float64) @ panels.weights.astype(np.float64).T
         magnitude = np.abs(x).astype(np.float64) @ np.abs(panels.weights).astype(np.float64).T
         error = np.abs(panels.multiply(x) - expected)
@@ -138,7 +143,7 @@ def test_products_are_exact_but_for_the_rounding_of_rows(library: Library, kind:
 
 @pytest.mark.parametrize("kind", [*BLOCKS, "f32"])
 def test_the_number_of_rows_changes_no_bits(library: Library, kind: str) -> None:
-    panels, x = matrix_of(library, kind), drawn(3, max(ROWS), INPUTS)
+    panels, x = matrix_of(library, kind), drawn(3, max(ROWS), inputs_of(kind))
     alone = np.concatenate([panels.multiply(row[None]) for row in x])
     for rows in ROWS:
         assert np.array_equal(panels.multiply(x[:rows]), alone[:rows])
@@ -147,11 +152,13 @@ def test_the_number_of_rows_changes_no_bits(library: Library, kind: str) -> None
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_extreme_rows(library: Library, kind: str) -> None:
     """The largest integers of all signs, zeros, and numbers that are none."""
-    panels = Panels(library, kind, np.full((OUTPUTS, INPUTS), -3.0, np.float32) * np.sign(drawn(4, OUTPUTS, INPUTS)))
-    x = np.sign(drawn(5, 4, INPUTS))
+    panels = Panels(library, kind, -3.0 * np.sign(drawn(4, OUTPUTS, inputs_of(kind))))
+    x = np.sign(drawn(5, 4, inputs_of(kind)))
     expected = x.astype(np.float64) @ panels.weights.astype(np.float64).T
     np.testing.assert_allclose(panels.multiply(x), expected, rtol=1e-5, atol=1e-3)
     assert not panels.multiply(np.zeros_like(x)).any()
+    small = Panels(library, kind, drawn(6, OUTPUTS, inputs_of(kind)) * np.float32(1e-3))
+    assert np.isfinite(small.multiply(x * np.float32(1e37))).all()
     for bad in (np.nan, np.inf, -np.inf):
         broken = x.copy()
         broken[1, 40] = bad

@@ -41,7 +41,7 @@ typedef struct {
     int32_t first[ROUNDED / QUAD], second[ROUNDED / QUAD];
     float scale, sum;  /* sum: of the numbers that the integers stand for */
     int32_t totals[2]; /* of the integers of each half */
-} rounded;
+} rounded_group;
 
 ALWAYS int64_t rounded_groups(int64_t inputs) { return (inputs + ROUNDED - 1) / ROUNDED; }
 
@@ -62,12 +62,14 @@ ALWAYS void divide(ints x, int32_t *first, int32_t *second) {
 }
 
 /* The 32 numbers of x as integers. The scale is NaN where one of them is no finite number. */
-static void round_group(const float *x, rounded *to) {
-    const vec each[2] = {load(x), load(x + LANES)};
+static void round_group(const float *x, rounded_group *to) {
+    vec each[2] = {load(x), load(x + LANES)};
+    const vec zeros = each[0] * 0.0f + each[1] * 0.0f; /* or NaN */
+    for (int half = 0; half < 2; half++) each[half] = either(zeros == zeros, each[half], all(0));
     float most = largest(larger(larger(each[0], -each[0]), larger(each[1], -each[1])));
-    float poison = sum((each[0] + each[1]) * 0.0f), factor = most > 1e-30f ? LARGEST / most : 0.0f;
+    float factor = most > 1e-30f ? LARGEST / most : 0.0f;
     const float magic = 12582912.0f; /* added and taken off again, it rounds */
-    to->scale = most / LARGEST + poison;
+    to->scale = most / LARGEST + sum(zeros);
     for (int half = 0; half < 2; half++) {
         ints integers = __builtin_convertvector((each[half] * factor + magic) - magic, ints);
         divide(integers, to->first + half * LANES / QUAD, to->second + half * LANES / QUAD);
@@ -77,7 +79,7 @@ static void round_group(const float *x, rounded *to) {
     to->sum = to->scale * (float)(to->totals[0] + to->totals[1]);
 }
 
-static void round_row(const float *x, int64_t inputs, rounded *to) {
+static void round_row(const float *x, int64_t inputs, rounded_group *to) {
     for (int64_t i = 0; i < inputs; i += ROUNDED) round_group(x + i, to++);
 }
 
@@ -152,13 +154,13 @@ ALWAYS void add_products(quad weights, ints first, ints second, integer_sums *to
 /* `rows` rounded rows times `wide` vectors of a panel, from the block on and from the vector `start` on, onto
    tile[rows][PANEL]. Fetches what lies so many bytes ahead, unless that is 0. */
 ALWAYS void multiply_integers(int64_t dtype, int rows, int wide, const char *block, int64_t inputs, int start,
-                              const rounded *x, int64_t apart, int64_t ahead, float *tile) {
+                              const rounded_group *x, int64_t apart, int64_t ahead, float *tile) {
     const int bits = LAYOUTS[dtype].bits, size = group_inputs(bits), part = PANEL * bits / WIDE;
     const int32_t zero = at_least(LAYOUTS[dtype].zero, 0);
     vec results[INTEGER_ROWS][WIDE];
     for (int r = 0; r < rows; r++)
         for (int k = 0; k < wide; k++) results[r][k] = load(tile + r * PANEL + (start + k) * LANES);
-    for (const rounded *stop = x + inputs / ROUNDED; x < stop; block += block_bytes(dtype)) {
+    for (const rounded_group *stop = x + inputs / ROUNDED; x < stop; block += block_bytes(dtype)) {
         const words *quants = quants_of(dtype, block);
         block_scale scales[WIDE];
         for (int k = 0; k < wide; k++) scales[k] = read_block_scale(dtype, block, start + k);
@@ -166,7 +168,7 @@ ALWAYS void multiply_integers(int64_t dtype, int rows, int wide, const char *blo
             const int from = i % ROUNDED / QUAD, half = i % ROUNDED / LANES;
             integer_sums sums[INTEGER_ROWS][WIDE];
             for (int r = 0; r < rows; r++) {
-                const rounded *group = x + r * apart;
+                const rounded_group *group = x + r * apart;
                 int32_t totals = size == ROUNDED ? group->totals[0] + group->totals[1] : group->totals[half];
                 for (int k = 0; k < wide; k++) sums[r][k] = (integer_sums){(ints){0}, all_ints(-zero * totals)};
             }
@@ -197,10 +199,10 @@ ALWAYS void multiply_integers(int64_t dtype, int rows, int wide, const char *blo
 }
 
 /* Some rounded rows times the blocks of `in` inputs of a panel, onto the tile. `fetches`: what comes behind them. */
-typedef void integer_product(const char *block, int64_t in, const rounded *x, int64_t apart, int fetches, float *tile);
+typedef void integer_product(const char *block, int64_t in, const rounded_group *x, int64_t apart, int fetches, float *tile);
 
 #define INTEGER_PRODUCT(form, rows) \
-    static void multiply_##form##_##rows(const char *block, int64_t in, const rounded *x, int64_t apart, int fetches, \
+    static void multiply_##form##_##rows(const char *block, int64_t in, const rounded_group *x, int64_t apart, int fetches, \
                                          float *tile) { \
         const int wide = rows * WIDE <= INTEGER_SUMS ? WIDE : rows * 2 <= INTEGER_SUMS ? 2 : 1; \
         const int64_t ahead = fetches ? panel_bytes(form, DEEP) : 0; \
@@ -227,7 +229,7 @@ static integer_product *const INTEGER_PRODUCTS[DTYPES][INTEGER_ROWS + 1] = {
 typedef struct {
     const float *floats;
     int64_t apart;
-    const rounded *integers; /* rounded_groups(inputs) of each row */
+    const rounded_group *integers; /* rounded_groups(inputs) of each row */
 } row_numbers;
 
 /* x times a panel: tile[rows][PANEL]. Many rows are multiplied with some inputs after the other. */

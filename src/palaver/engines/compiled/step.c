@@ -64,7 +64,7 @@ typedef struct {
 typedef struct {
     model m;
     float *x, *normed, *qkv, *attended, *intermediate; /* [rows][...] */
-    rounded *rounded; /* of the rows of a product, [rows][groups] */
+    rounded_group *rounded; /* of the rows of a product, [rows][groups] */
     span *spans, *groups; /* groups: of spans */
     float **scratch; /* of each thread */
     team *team;
@@ -652,7 +652,7 @@ decoder *palaver_new(const model *m) {
     d->attended = allocate_floats(m->max_rows * m->num_heads * m->head_dim);
     d->intermediate = allocate_floats(m->max_rows * padded(m->intermediate_size));
     int64_t inputs = at_least(at_least(m->hidden_size, m->num_heads * m->head_dim), m->intermediate_size);
-    d->rounded = allocate(m->max_rows * rounded_groups(inputs), sizeof(rounded));
+    d->rounded = allocate(m->max_rows * rounded_groups(inputs), sizeof(rounded_group));
     d->scratch = calloc(m->max_threads, sizeof(float *));
     int complete = d->rounded && d->x && d->normed && d->qkv && d->attended && d->intermediate && d->spans && d->groups;
     complete = complete && d->scratch;
