@@ -335,6 +335,9 @@ def test_an_expected_opening_is_computed_with_the_prompt(
         assert await same(prompts[2], alike) == OPENING_TOKENS
         assert await same(prompts[2], alike) == OPENING_TOKENS - 1, "the first token comes from the cache"
         assert await same(continued(prompts[3], [ord("a")]), alike) == 0, "it has begun already"
+        drafted = drafting.statistics.draft_tokens
+        await same(prompts[3], replace(alike, max_tokens=1))
+        assert drafting.statistics.draft_tokens == drafted, "no token behind the first one is needed"
         assert await same(replace(prompts[3], owner="another"), alike) == 0
         for prompt, other in zip(prompts[4:], others, strict=False):
             await same(prompt, other)

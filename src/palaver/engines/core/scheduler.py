@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
+from typing import NamedTuple
 
 from palaver.engines.core.generation import LocalGeneration, Outbox
 from palaver.engines.core.request import RequestQueue, SequenceState, split_prefill_budget
@@ -301,14 +302,16 @@ class Scheduler:
         for sequence in sequences:
             if sequence.pending_tokens != 1 or not sequence.prompt_cached:
                 return False
-        drafts = [self._draft(sequence, most) for sequence in sequences]
+        openings = [self._expected_opening(sequence, most) for sequence in sequences]
+        drafts = [opening or self._propose(one, most) for one, opening in zip(sequences, openings, strict=True)]
         if not any(drafts):
             return False
         began = self._now()
-        held = self._verify(sequences, drafts, verify)
-        if held is None:
+        verified = self._verify(sequences, drafts, verify)
+        if verified is None:
             return False
-        self._record_drafts(*held, began)
+        looked_up = {one for one, opening in zip(sequences, openings, strict=True) if not opening}
+        self._record_drafts(verified, looked_up, began)
         return True
 
     def _decode_openings(self, sequences: list[SequenceState]) -> bool:
@@ -317,15 +320,14 @@ class Scheduler:
         verify = self._runner.verify_drafts
         if verify is None or not self._runner.drafts_after_prompts:
             return False
-        drafts = [self._expected_opening(sequence) for sequence in sequences]
+        drafts = [self._expected_opening(sequence, OPENING_TOKENS) for sequence in sequences]
         return any(drafts) and self._verify(sequences, drafts, verify) is not None
 
     def _verify(
         self, sequences: list[SequenceState], drafts: Sequence[Sequence[int]], verify: VerifyDrafts
-    ) -> tuple[list[tuple[_Verified, int]], float] | None:
+    ) -> _VerifiedPass | None:
         """Computes the pending tokens of each sequence and its draft, then samples as many tokens as the drafts hold.
-        Returns each sequence with the number of its accepted tokens, and when the first token of each was known. None,
-        with nothing done, if the drafts can't be computed."""
+        Returns None, with nothing done, if the drafts can't be computed."""
         try:
             logits = verify(sequences, drafts)
         except Exception as error:
@@ -333,7 +335,11 @@ class Scheduler:
             return None
         first_rows = accumulate((1 + len(draft) for draft in drafts), initial=0)
         verified = [_Verified.of(*one, logits) for one in zip(sequences, drafts, first_rows, strict=False)]
-        computed = [(one.sequence, one.sequence.computed_tokens, one.first_row) for one in verified]
+        computed = [
+            (one.sequence, one.sequence.computed_tokens, logits.row(one.first_row))
+            for one in verified
+            if not one.sequence.prompt_cached
+        ]
         for sequence in sequences:
             self._report_prefilled(sequence)
         ended: list[tuple[_Verified, int]] = []
@@ -346,27 +352,26 @@ class Scheduler:
             ended += [(one, accepted) for one, holds in zip(verified, held, strict=True) if not holds]
             verified = [one for one, holds in zip(verified, held, strict=True) if holds]
             accepted += 1
-        self._cache_prompts(computed, logits)
+        self._cache_prompts(computed)
         self.draft_tokens += sum(map(len, drafts))
         self.accepted_tokens += sum(count for _, count in ended)
-        return ended, first_sampled
+        return _VerifiedPass(ended, first_sampled)
 
-    def _draft(self, sequence: SequenceState, most: int) -> Sequence[int]:
-        left = sequence.processor.reply.tokens_left
-        most = most if left is None else min(most, left - 1)
-        if most < 1:
-            return ()
-        opening = self._expected_opening(sequence)[:most]
-        return opening or self._lookup(sequence).propose(most, self._pass_costs, len(self._running))
+    def _propose(self, sequence: SequenceState, most: int) -> Sequence[int]:
+        """A draft of at most so many tokens from the text so far."""
+        most = _within_limit(sequence, most)
+        return self._lookup(sequence).propose(most, self._pass_costs, len(self._running)) if most > 0 else ()
 
-    def _expected_opening(self, sequence: SequenceState) -> Sequence[int]:
-        """What the first tokens of the reply are expected to be, behind those that are there."""
+    def _expected_opening(self, sequence: SequenceState, most: int) -> Sequence[int]:
+        """What the first tokens of the reply are expected to be, behind those that are there: at most so many."""
         prompt = sequence.generation.prompt
         begun = len(sequence.token_ids) - len(prompt.context_ids)
         if begun >= OPENING_TOKENS or prompt.reply_ids:
             return ()
         opening = self._openings.expected(sequence.space, prompt.context_ids)
-        return opening[begun:] if opening[:begun] == tuple(sequence.token_ids[len(prompt.context_ids) :]) else ()
+        if opening[:begun] != tuple(sequence.token_ids[len(prompt.context_ids) :]):
+            return ()
+        return opening[begun:][: _within_limit(sequence, most)]
 
     @staticmethod
     def _lookup(sequence: SequenceState) -> DraftLookup:
@@ -384,18 +389,19 @@ class Scheduler:
             sequence.computed_tokens += 1
         return holds
 
-    def _record_drafts(self, ended: Sequence[tuple[_Verified, int]], first_sampled: float, began: float) -> None:
-        """`ended`, `first_sampled`: as of `_verify`."""
+    def _record_drafts(self, verified: _VerifiedPass, looked_up: Collection[SequenceState], began: float) -> None:
+        """`looked_up`: the sequences whose drafts come from their text."""
         costs, now = self._pass_costs, self._now()
+        ended, first_sampled = verified.ended, verified.first_sampled
         drafted, accepted = sum(len(one.draft) for one, _ in ended), sum(count for _, count in ended)
         if self._runner.run_ahead is None:
             costs.record_drafting(len(ended), drafted, first_sampled - began, accepted, now - first_sampled)
         else:  # without drafts the device would not wait for anything of this step
             costs.record_drafting(len(ended), drafted, now - self._step_began)
         extra, sampling = costs.extra(len(ended), drafted), costs.sampling(len(ended), drafted)
-        for verified, count in ended:
-            if verified.sequence.drafts is not None and verified.draft:
-                verified.sequence.drafts.record(len(verified.draft), count, extra, sampling)
+        for one, count in ended:
+            if one.sequence.drafts is not None and one.draft and one.sequence in looked_up:
+                one.sequence.drafts.record(len(one.draft), count, extra, sampling)
 
     def _decode_ahead(self, ahead: _AheadPass) -> bool:
         """Samples the next tokens of those sequences of a pass that still run. Returns whether there are any."""
@@ -417,10 +423,12 @@ class Scheduler:
     def _emit_all(self, sequences: list[SequenceState], logits: Logits, may_draft: bool = True) -> None:
         """Samples and emits a token of each sequence. Where the runner runs ahead, the next pass starts before that.
         `may_draft`: whether it may wait for drafts instead."""
-        computed = [(sequence, sequence.computed_tokens, row) for row, sequence in enumerate(sequences)]
+        computed = [
+            (one, one.computed_tokens, logits.row(row)) for row, one in enumerate(sequences) if not one.prompt_cached
+        ]
         ahead = None
         if self._runner.run_ahead is not None:  # the next pass may take the place of the logits
-            self._cache_prompts(computed, logits)
+            self._cache_prompts(computed)
         if self._runner.run_ahead is not None and not (may_draft and self._expects_drafts(sequences)):
             prompts = self._share_pass(sequences)
             if prompts or (prompts is not None and not all(s.processor.reply.at_limit for s in sequences)):
@@ -429,7 +437,8 @@ class Scheduler:
             self._emit(sequence, step)
         if ahead is not None:
             ahead.began = time.perf_counter()
-        self._cache_prompts(computed, logits)
+        if self._runner.run_ahead is None:
+            self._cache_prompts(computed)
 
     def _expects_drafts(self, sequences: list[SequenceState]) -> bool:
         """Whether the next pass is better started when its tokens are known, with drafts behind them."""
@@ -461,16 +470,14 @@ class Scheduler:
             as_engine_error(error)  # raises where the device is lost; else they are sampled as they are
         return _join(cached)
 
-    def _cache_prompts(self, computed: Sequence[tuple[SequenceState, int, int]], logits: Logits) -> None:
-        """Caches prompts, once, after all of each is computed. What was sampled reaches its readers first. `computed`:
-        sequences, each with the number of its tokens and the row of the logits after them."""
-        for sequence, tokens, row in computed:
-            if sequence.prompt_cached:
-                continue
-            self._outbox.flush()
-            sequence.prompt_cached = True
-            if sequence.generation in self._running or sequence in self._ended:  # it has its slot
-                _try_to_cache(partial(self._runner.cache_prefix, sequence, tokens, logits.row(row)))
+    def _cache_prompts(self, computed: Sequence[tuple[SequenceState, int, Logits]]) -> None:
+        """Caches prompts, after all of each is computed. What was sampled reaches its readers first. `computed`:
+        sequences that aren't cached yet, each with the number of its tokens and the logits after them."""
+        for sequence, tokens, logits in computed:
+            if self._running.get(sequence.generation) is sequence or sequence in self._ended:  # it has its slot
+                self._outbox.flush()
+                sequence.prompt_cached = True
+                _try_to_cache(partial(self._runner.cache_prefix, sequence, tokens, logits))
 
     def _emit(self, sequence: SequenceState, step: SampledStep) -> None:
         if isinstance(step, PalaverError):
@@ -615,6 +622,19 @@ class _Verified:
         """The token after so many accepted ones, if it is sampled already."""
         known = accepted < len(self.steps) and self.sequence.processor.draws_freely
         return self.steps[accepted] if known else None
+
+
+class _VerifiedPass(NamedTuple):
+    ended: Sequence[tuple[_Verified, int]]
+    """Each sequence with the number of its accepted tokens."""
+    first_sampled: float
+    """When the first token of each was known."""
+
+
+def _within_limit(sequence: SequenceState, most: int) -> int:
+    """At most so many tokens of a draft: the token after it belongs to the reply, too."""
+    left = sequence.processor.reply.tokens_left
+    return most if left is None else max(0, min(most, left - 1))
 
 
 def _join(logits: Sequence[Logits]) -> Logits:
