@@ -152,7 +152,7 @@ def test_the_number_of_rows_changes_no_bits(library: Library, kind: str) -> None
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_extreme_rows(library: Library, kind: str) -> None:
     """The largest integers of all signs, zeros, and numbers that are none."""
-    panels = Panels(library, kind, -3.0 * np.sign(drawn(4, OUTPUTS, inputs_of(kind))))
+    panels = Panels(library, kind, np.sign(drawn(4, OUTPUTS, inputs_of(kind))) * np.float32(-3))
     x = np.sign(drawn(5, 4, inputs_of(kind)))
     expected = x.astype(np.float64) @ panels.weights.astype(np.float64).T
     np.testing.assert_allclose(panels.multiply(x), expected, rtol=1e-5, atol=1e-3)
