@@ -137,13 +137,15 @@ def qwen3_tensors(folder: Path, kind: Kinds = "f32") -> dict[str, tuple[str, Arr
 
 def architecture(config: Mapping[str, Any]) -> str:
     """llama.cpp's name."""
-    return {"mistral": "llama"}.get(config["model_type"], config["model_type"])
+    names = {"mistral": "llama", "qwen3_moe": "qwen3moe", "gemma3_text": "gemma3"}
+    return names.get(config["model_type"], config["model_type"])
 
 
 def decoder_metadata(folder: Path, kind: str = "f32") -> dict[str, Any]:
     """Without a tokenizer."""
     config = _read(folder / "config.json")
     rope = config.get("rope_parameters") or {}
+    rope = rope.get("full_attention", rope)
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     settings = {
         "block_count": config["num_hidden_layers"],
@@ -157,10 +159,28 @@ def decoder_metadata(folder: Path, kind: str = "f32") -> dict[str, Any]:
         "attention.layer_norm_rms_epsilon": float(config["rms_norm_eps"]),
         "rope.freq_base": float(rope.get("rope_theta") or config["rope_theta"]),
         **_rope_settings(rope),
+        **_special_settings(config),
     }
     name = architecture(config)
     general = {"architecture": name, "name": folder.name, "file_type": FILE_TYPES[kind]}
     return _prefixed("general", general) | _prefixed(name, settings)
+
+
+def _special_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Of some architectures alone."""
+    match config["model_type"]:
+        case "qwen3_moe":
+            return {
+                "expert_count": config["num_local_experts"],
+                "expert_used_count": config["num_experts_per_tok"],
+                "expert_feed_forward_length": config["moe_intermediate_size"],
+            }
+        case "gemma2":
+            caps = {f"{name}_logit_softcapping": config[f"{name}_logit_softcapping"] for name in ("attn", "final")}
+            return caps | {"attention.sliding_window": config["sliding_window"]}
+        case "gemma3_text":
+            return {"attention.sliding_window": config["sliding_window"]}
+    return {}
 
 
 def _prefixed(prefix: str, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -197,19 +217,35 @@ def decoder_tensors(folder: Path, kind: Kinds = "f32") -> dict[str, tuple[str, A
 
     config, out = _read(folder / "config.json"), {}
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
-    for name, tensor in load_file(folder / "model.safetensors").items():
-        values, ours = tensor.float().numpy(), _tensor_name(name)
+    is_gemma = architecture(config).startswith("gemma")
+    named = {name: tensor.float().numpy() for name, tensor in load_file(folder / "model.safetensors").items()}
+    for name, values in stack_experts(named, config.get("num_local_experts") or 0).items():
+        ours = _tensor_name(name, _GEMMA_NAMES if is_gemma else _LAYER_NAMES)
         module = ours.split(".")[-2]
+        if is_gemma and values.ndim == 1:
+            values = values + np.float32(1)
         if architecture(config) == "llama" and module in heads:
             halves = values.reshape(heads[module], 2, -1, *values.shape[1:])
             values = halves.swapaxes(1, 2).reshape(values.shape)
-        out[ours] = ("f32" if values.ndim == 1 else kind if isinstance(kind, str) else kind(ours), values)
+        is_vector = values.ndim == 1 or module == "ffn_gate_inp"
+        out[ours] = ("f32" if is_vector else kind if isinstance(kind, str) else kind(ours), values)
     if config.get("tie_word_embeddings"):
         out.pop("output.weight", None)
     rope = config.get("rope_parameters") or {}
     if rope.get("rope_type") == "llama3":
         out["rope_freqs.weight"] = ("f32", rope_factors(rope, config["head_dim"]))
     return out
+
+
+def stack_experts(named: Mapping[str, Array], count: int) -> dict[str, Array]:
+    """The weights of all experts in one tensor."""
+    plain = {name: values for name, values in named.items() if ".experts." not in name}
+    for name in named:
+        before, found, behind = name.partition(".experts.0.")
+        if found:
+            experts = [named[f"{before}.experts.{number}.{behind}"] for number in range(count)]
+            plain[f"{before}.experts.{behind}"] = np.stack(experts)
+    return plain
 
 
 def convert_adapter(adapter: Path, path: Path) -> Path:
@@ -279,16 +315,25 @@ _LAYER_NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.experts.gate_proj": "ffn_gate_exps",
+    "mlp.experts.up_proj": "ffn_up_exps",
+    "mlp.experts.down_proj": "ffn_down_exps",
+}
+_GEMMA_NAMES = _LAYER_NAMES | {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
 }
 _OUTER_NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
 
-def _tensor_name(name: str) -> str:
+def _tensor_name(name: str, layer_names: Mapping[str, str] = _LAYER_NAMES) -> str:
     name, _, part = name.rpartition(".")
     if name in _OUTER_NAMES:
         return f"{_OUTER_NAMES[name]}.{part}"
     _, _, layer, rest = name.split(".", 3)
-    return f"blk.{layer}.{_LAYER_NAMES[rest]}.{part}"
+    return f"blk.{layer}.{layer_names[rest]}.{part}"
 
 
 def _read(path: Path) -> dict[str, Any]:

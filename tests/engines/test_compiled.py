@@ -19,15 +19,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from palaver.engines.base import BY_TEXT
 from palaver.engines.compiled import build
 from palaver.engines.compiled.build import load_compiled_library
 from palaver.engines.compiled.decoder import MAX_ROWS, CompiledDecoder, CompiledRunner, RowChunk, Rows
 from palaver.engines.compiled.engine import load as load_alone
-from palaver.engines.compiled.engine import load_decoder
-from palaver.engines.core.decoder_config import read_decoder_config
+from palaver.engines.compiled.engine import load_decoder, open_decoder
 from palaver.engines.core.engine import LocalEngine
 from palaver.engines.core.kv_cache import HostArray, SlotAllocator
-from palaver.engines.core.runner import ThreadCounts
+from palaver.engines.core.runner import ThreadCounts, UnsupportedModel
 from palaver.engines.torch import EngineOptions, SchedulerLimits, devices, load
 from palaver.engines.torch.devices import CPU, fit
 from palaver.engines.torch.engine import NO_COMPILER_HINT
@@ -235,23 +235,87 @@ def test_it_holds_no_pools(model: Any) -> None:
     assert pool() is None
 
 
+EXPERTS: dict[str, Any] = {"moe_intermediate_size": 64}
+WIDE_HEADS: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64}
+SPECIAL_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mistral with a window": ("mistral", {}),
+    "experts": ("qwen3_moe", EXPERTS),
+    "experts with shares of all": ("qwen3_moe", EXPERTS | {"norm_topk_prob": False}),
+    "one expert of many": ("qwen3_moe", EXPERTS | {"num_experts": 32, "num_experts_per_tok": 1}),
+    "all experts": ("qwen3_moe", EXPERTS | {"num_experts_per_tok": 4}),
+    "gemma2": ("gemma2", {}),
+    "gemma3": ("gemma3", {}),
+    "gemma3 with wide heads": ("gemma3", WIDE_HEADS | {"query_pre_attn_scalar": 64, "sliding_window": 130}),
+    "gemma3 with a cap": ("gemma3", {"final_logit_softcapping": 3.0, "query_pre_attn_scalar": 50}),
+}
+
+
 @pytest.mark.parametrize("rope", ["default", "linear", "llama3", "yarn"])
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
-@torch.inference_mode()
 def test_logits_are_those_of_the_library_at_every_position(family: str, rope: str, tmp_path: Path) -> None:
     """Without a probe at load: what the configuration says is trusted (`core/decoder_config.py`)."""
     overrides: dict[str, Any] = {"sliding_window": None} if family == "mistral" else {}
-    model = tiny.build(family, max_position_embeddings=4096, **overrides, **ROPES[rope])
+    compare_with_the_library(tmp_path, family, 4096, **overrides, **ROPES[rope])
+
+
+@pytest.mark.parametrize("name", SPECIAL_MODELS)
+def test_logits_of_special_layers_are_those_of_the_library(name: str, tmp_path: Path) -> None:
+    family, overrides = SPECIAL_MODELS[name]
+    compare_with_the_library(tmp_path, family, 1024, **overrides)
+
+
+@torch.inference_mode()
+def compare_with_the_library(folder: Path, family: str, length: int, **overrides: Any) -> None:
+    model = tiny.build(family, max_position_embeddings=length, **overrides)
     with quiet():
-        model.save_pretrained(tmp_path)
-    checkpoint = open_checkpoint(tmp_path)
-    decoder = load_decoder(checkpoint, read_decoder_config(checkpoint), load_compiled_library(), 1)
-    slot = SlotAllocator(decoder.layout, 1 << 24).allocate(4096)
-    ids = [(7 * i * i + 5 * i) % 256 for i in range(4096)]
+        model.save_pretrained(folder)
+    decoder = load_decoder(*open_decoder(folder), load_compiled_library(), 1)
+    slot = SlotAllocator(decoder.layout, 1 << 24).allocate(length)
+    ids = [(7 * i * i + 5 * i) % 256 for i in range(length)]
     expected = model(input_ids=torch.tensor([ids])).logits[0].numpy()
-    for start in range(0, len(ids), 256):
+    for start in range(0, length, 256):
         (row,) = decoder.run(Rows([RowChunk(slot, start, ids[start : start + 256])], need_logits=True), 1)
         assert np.abs(row - expected[start + 255]).max() < 1e-3
+
+
+@pytest.mark.parametrize("name", SPECIAL_MODELS)
+def test_bits_of_special_layers_are_the_same_in_every_pass(name: str, tmp_path: Path) -> None:
+    """Windows begin within blocks of keys and within groups of rows; rows share experts, or have them alone."""
+    family, overrides = SPECIAL_MODELS[name]
+    folder = tiny.make(family, tmp_path, **overrides)
+    decoder = load_decoder(*open_decoder(folder), load_compiled_library(), 3)
+    ids = [(7 * i * i + 5 * i) % 256 for i in range(400)]
+
+    def logits(sizes: Sequence[int], threads: int) -> HostArray:
+        slot, start, out = SlotAllocator(decoder.layout, 1 << 24).allocate(len(ids)), 0, []
+        for size in sizes:
+            part = ids[start : start + size]
+            rows = Rows([RowChunk(slot, start, part)], need_logits=True, drafts=[part[1:]])
+            out.append(decoder.run(rows, threads))
+            start += size
+        return np.concatenate(out)
+
+    expected = logits([1] * 400, 1)
+    for sizes in ([400], [3] * 133 + [1], [17] * 23 + [9], [128, 1, 1, 70, 200]):
+        for threads in (1, 3):
+            assert np.array_equal(logits(sizes, threads), expected), (sizes[0], threads)
+
+
+async def test_several_replies_of_experts_share_passes(tmp_path: Path) -> None:
+    folder = tiny.make("qwen3_moe", tmp_path, **EXPERTS)
+    model = tiny.build("qwen3_moe", **EXPERTS)
+    engine = load_alone(folder, vocabulary=tiny.VOCABULARY)
+    prompts = [Prompt(tuple(b"number " + str(number).encode())) for number in range(12)]
+    short = Sampling(temperature=0, max_tokens=30, banned_ids=(tiny.END,))
+    outs = await asyncio.gather(*(run(engine, prompt, short) for prompt in prompts))
+    await engine.close()
+    assert (engine.info.steps, engine.info.exactness) == ("compiled", BY_TEXT)
+    assert all(reference(model, prompt, short).agrees(out.ids) for prompt, out in zip(prompts, outs, strict=True))
+
+
+def test_experts_of_sizes_it_is_not_written_for(folder_of: Callable[[str], Path]) -> None:
+    with pytest.raises(UnsupportedModel, match="experts with sizes that are multiples of 64"):
+        open_decoder(folder_of("qwen3_moe"))
 
 
 async def test_either_way_of_loading_gives_the_same_bits(folder_of: Callable[[str], Path]) -> None:
@@ -290,7 +354,7 @@ def vars_of(sampling: Sampling, tokens: int) -> dict[str, Any]:
 
 
 OTHER_KINDS = [
-    ("gemma3", "it has a window of attention"),
+    ("gpt_oss", "it has a window of attention"),
     ("mamba", ""),
     ("gpt2", ""),
 ]

@@ -196,6 +196,84 @@ def test_bits_are_those_of_the_folder(family: str, rope: str, tmp_path: Path) ->
     assert np.array_equal(found, expected)
 
 
+GEMMA3_LAYERS = {
+    "num_hidden_layers": 7,
+    "layer_types": [*["sliding_attention"] * 5, "full_attention", "sliding_attention"],
+}
+"""As llama.cpp expects them."""
+SPECIAL: dict[str, tuple[str, dict[str, Any]]] = {
+    "experts": ("qwen3_moe", {"moe_intermediate_size": 64}),
+    "gemma2": ("gemma2", {}),
+    "gemma3": ("gemma3", GEMMA3_LAYERS),
+}
+SPECIAL_KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "experts": ("qwen3_moe", {**WHOLE, "moe_intermediate_size": 256, "num_experts": 8}),
+    "gemma2": ("gemma2", WHOLE),
+    "gemma3": ("gemma3", {**WHOLE, **GEMMA3_LAYERS}),
+}
+"""With sizes of whole blocks of every type."""
+
+
+@pytest.mark.parametrize("name", SPECIAL)
+def test_bits_of_special_layers_are_those_of_the_folder(name: str, tmp_path: Path) -> None:
+    family, overrides = SPECIAL[name]
+    twins = Twins(tmp_path, family, **overrides)
+    expected, found = (logits_of(decoder_of(model), [len(TEXT)]) for model in (twins.folder, twins.write()))
+    assert np.array_equal(found, expected)
+
+
+@pytest.mark.parametrize("name", SPECIAL)
+def test_logits_of_special_layers_are_those_of_llama_cpp(name: str, tmp_path: Path) -> None:
+    """Whose GELU comes from a table of float16."""
+    family, overrides = SPECIAL[name]
+    file = Twins(tmp_path, family, **overrides).write()
+    assert deviation(logits_of(decoder_of(file), [len(TEXT)]), llama_logits(file)) < 2e-3
+
+
+@pytest.mark.parametrize("kind", ["q4_0", "q4_k", "q6_k", "q8_0", some_kinds], ids=kind_name)
+@pytest.mark.parametrize("name", SPECIAL_KINDS)
+def test_special_layers_with_quantised_weights(name: str, kind: Kinds, tmp_path: Path) -> None:
+    """Logits are those of the same weights in float32, but where rounding decides between experts; bits are those of
+    tokens computed alone."""
+    family, overrides = SPECIAL_KINDS[name]
+    twins = Twins(tmp_path, family, **overrides)
+    whole = logits_of(decoder_of(twins.write_expanded(kind)), [1] * LENGTH)
+    decoder = decoder_of(twins.write(kind), 3)
+    expected = logits_of(decoder, [1] * LENGTH)
+    assert np.median(np.abs(expected - whole)) <= ROUNDING * whole.std()
+    for chunks in ([LENGTH], [7] * 5 + [5], [17, 17, 6]):
+        assert np.array_equal(logits_of(decoder, chunks, 3), expected)
+
+
+SPECIAL_REFUSED: dict[str, tuple[str, Mapping[str, Any]]] = {
+    "no number of experts": ("experts", {"qwen3moe.expert_count": 0}),
+    "shared experts": ("experts", {"qwen3moe.expert_shared_count": 1}),
+    "another weight of experts": ("experts", {"qwen3moe.expert_weights_scale": 2.5}),
+    "no size of experts": ("experts", {"qwen3moe.expert_feed_forward_length": 0}),
+    "no window": ("gemma3", {"gemma3.attention.sliding_window": "small"}),
+    "another pattern": ("gemma3", {"gemma3.attention.sliding_window_pattern": [1, 0, 1]}),
+    "a picture encoder": ("gemma3", {"gemma3.mm.tokens_per_image": 256}),
+    "a cap that is none": ("gemma2", {"gemma2.attn_logit_softcapping": "fifty"}),
+}
+
+
+@pytest.mark.parametrize("case", SPECIAL_REFUSED)
+def test_in_doubt_special_layers_are_left_to_llama_cpp(case: str, tmp_path: Path) -> None:
+    name, settings = SPECIAL_REFUSED[case]
+    family, overrides = SPECIAL[name]
+    twins = Twins(tmp_path, family, **overrides)
+    open_decoder(twins.write())
+    with pytest.raises(UnsupportedModel):
+        open_decoder(twins.write(**settings))
+
+
+@pytest.mark.parametrize(("family", "layers"), [("gemma2", 46), ("gemma3", 62)])
+def test_scores_of_the_largest_gemma_have_another_scale(family: str, layers: int, tmp_path: Path) -> None:
+    sizes = {"num_attention_heads": 2, "head_dim": 16, "num_hidden_layers": layers, "layer_types": None}
+    file = Twins(tmp_path, family, **sizes).write()
+    assert open_decoder(file)[1].scale == (64 / 2) ** -0.5
+
+
 def test_biases_everywhere(tmp_path: Path) -> None:
     twins = Twins(tmp_path, "llama", attention_bias=True, mlp_bias=True)
     expected, found = (logits_of(decoder_of(model), [len(TEXT)]) for model in (twins.folder, twins.write()))
@@ -278,7 +356,7 @@ def test_a_model_in_two_files(tmp_path: Path) -> None:
 
 
 REFUSED: dict[str, Mapping[str, Any]] = {
-    "another architecture": {"general.architecture": "gemma3"},
+    "another architecture": {"general.architecture": "gemma"},
     "no model": {"general.type": "adapter"},
     "experts": {"qwen3.expert_count": 4},
     "a window": {"qwen3.attention.sliding_window": 24},

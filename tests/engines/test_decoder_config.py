@@ -14,7 +14,12 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from palaver.engines.compiled.decoder import RotaryTable
 from palaver.engines.core.checkpoint import open_checkpoint
-from palaver.engines.core.decoder_config import FAMILIES, read_decoder_config, read_generation_config
+from palaver.engines.core.decoder_config import (
+    FAMILIES,
+    read_decoder_config,
+    read_generation_config,
+    read_plain_config,
+)
 from palaver.engines.core.runner import UnsupportedModel
 from palaver.engines.torch.loader import end_ids, quiet, sampling_defaults
 from tests.engines import tiny
@@ -67,19 +72,80 @@ def test_angles_are_those_of_the_library(rope: str, tmp_path: Path) -> None:
     np.testing.assert_allclose(table[..., 1], sin[0, :, :32].numpy(), atol=2e-5)
 
 
+PLAIN = ("llama", "qwen2", "qwen3")
+COMPILED = ("mistral", "qwen3_moe", "gemma2", "gemma3")
+"""With windows, experts, or other norms: for compiled steps alone."""
+
+
 @pytest.mark.parametrize("family", tiny.FAMILIES)
-def test_no_other_family_is_taken_for_a_plain_decoder(family: str, folder_of: Callable[[str], Path]) -> None:
+def test_no_other_family_is_taken_for_one_that_is_known(family: str, folder_of: Callable[[str], Path]) -> None:
     checkpoint = open_checkpoint(folder_of(family))
-    if family in ("llama", "qwen2", "qwen3"):
+    if family in (*PLAIN, *COMPILED):
         assert read_decoder_config(checkpoint).tensor_shapes().keys() == checkpoint.tensors.keys()
     else:
         with pytest.raises(UnsupportedModel):
             read_decoder_config(checkpoint)
 
 
+@pytest.mark.parametrize("family", [*PLAIN, *COMPILED])
+def test_plain_decoders_alone(family: str, folder_of: Callable[[str], Path]) -> None:
+    checkpoint = open_checkpoint(folder_of(family))
+    if family in PLAIN:
+        read_plain_config(checkpoint)
+    else:
+        with pytest.raises(UnsupportedModel):
+            read_plain_config(checkpoint)
+
+
 def test_all_families_are_tried_here() -> None:
     """`test_compiled.py` compares the logits of each with the library's."""
-    assert {"llama", "mistral", "qwen2", "qwen3"} == set(FAMILIES)
+    names = {"gemma3": "gemma3_text"}
+    assert {names.get(family, family) for family in (*PLAIN, *COMPILED)} == set(FAMILIES)
+
+
+SPECIAL: dict[str, tuple[str, dict[str, Any]]] = {
+    "no number of experts": ("qwen3_moe", {"num_local_experts": None}),
+    "more experts than there are": ("qwen3_moe", {"num_experts_per_tok": 5}),
+    "more experts than anybody has": ("qwen3_moe", {"num_local_experts": 4_000_000_000}),
+    "layers without experts": ("qwen3_moe", {"mlp_only_layers": [1]}),
+    "experts in some layers": ("qwen3_moe", {"decoder_sparse_step": 2}),
+    "weights of experts that nobody states": ("qwen3_moe", {"norm_topk_prob": None}),
+    "a window of a kind of model that has none": ("qwen3_moe", {"sliding_window": 24, "use_sliding_window": True}),
+    "attention to later tokens": ("gemma3", {"use_bidirectional_attention": True}),
+    "a window of no size": ("gemma3", {"sliding_window": 0}),
+    "a window that is no number": ("gemma2", {"sliding_window": "large"}),
+    "another kind of attention": ("gemma2", {"layer_types": ["sliding_attention", "chunked_attention"] * 2}),
+    "kinds of fewer layers": ("gemma2", {"layer_types": ["sliding_attention", "full_attention"]}),
+    "another gate": ("gemma2", {"hidden_activation": "gelu"}),
+    "a cap below zero": ("gemma2", {"final_logit_softcapping": -30.0}),
+    "a scale of no size": ("gemma3", {"query_pre_attn_scalar": 0}),
+    "angles of one kind of layer": ("gemma3", {"rope_parameters": {"full_attention": {"rope_type": "default"}}}),
+    "no norms of what layers add": ("gemma2", {"model_type": "gemma"}),
+}
+
+
+@pytest.mark.parametrize("case", SPECIAL)
+def test_in_doubt_special_layers_are_left_to_the_library(case: str, tmp_path: Path) -> None:
+    family, settings = SPECIAL[case]
+    folder = save(tmp_path, family)
+    read_decoder_config(open_checkpoint(folder))
+    with pytest.raises(UnsupportedModel):
+        read_decoder_config(open_checkpoint(edit(folder, **settings)))
+
+
+def test_gemmas_of_older_versions_are_read_as_the_library_reads_them(tmp_path: Path) -> None:
+    """Published files name two bases of angles, and each so manieth layer without a window."""
+    folder = save(tmp_path, "gemma3", num_hidden_layers=7, layer_types=None)
+    expected = read_decoder_config(open_checkpoint(folder))
+    edit(folder, rope_parameters=None, layer_types=None, _sliding_window_pattern=None, tie_word_embeddings=None)
+    edit(folder, rope_theta=1e6, rope_local_base_freq=10_000.0, rope_scaling={"rope_type": "linear", "factor": 8.0})
+    found = read_decoder_config(open_checkpoint(folder))
+    assert found.windows == expected.windows == (24, 24, 24, 24, 24, 0, 24)
+    assert found.tied
+    assert expected.local_frequencies is not None
+    assert found.local_frequencies is not None
+    assert np.array_equal(found.local_frequencies.angles, expected.local_frequencies.angles)
+    np.testing.assert_allclose(found.frequencies.angles, expected.frequencies.angles / 8, rtol=1e-6)
 
 
 REFUSED: dict[str, dict[str, Any]] = {

@@ -43,7 +43,7 @@ STATES = Path("cache", "states")
 """The folder of `LoadOptions.states` in the data folder."""
 ENGINE_FILES = {
     TORCH: "a folder with config.json and safetensors",
-    COMPILED: "a GGUF file of a plain decoder",
+    COMPILED: "a GGUF file of a model that compiled steps know",
     LLAMACPP: "a GGUF file",
     MLX: "a folder for MLX",
     DIFFUSION: "a folder of a diffusion model",

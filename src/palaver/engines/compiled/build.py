@@ -21,7 +21,7 @@ from threading import Thread
 from palaver.errors import CantCompile
 
 SOURCE = Path(__file__).with_name("step.c")
-HEADERS = tuple(SOURCE.with_name(name) for name in ("panels.h", "products.h", "threads.h", "vectors.h"))
+HEADERS = tuple(SOURCE.with_name(name) for name in ("attention.h", "panels.h", "products.h", "threads.h", "vectors.h"))
 BUILD_SECONDS = 120
 CHECK_SECONDS = 60
 BASE_FLAGS = ("-O3", "-std=gnu11", "-ffp-contract=fast", "-shared", "-fPIC", "-pthread")

@@ -1,4 +1,4 @@
-"""The plain decoder in compiled code (step.c), and its runner: a token's bits depend on the tokens before it and on
+"""The decoder in compiled code (step.c), and its runner: a token's bits depend on the tokens before it and on
 nothing else. Keys and values are numpy arrays."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from ctypes import POINTER, Structure, c_float, c_int64, c_void_p
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ from palaver.engines.compiled.weights import (
     Projection,
     Weight,
 )
-from palaver.engines.core.decoder_config import Frequencies
+from palaver.engines.core.decoder_config import GELU_TANH, DecoderConfig, ExpertSizes, Frequencies
 from palaver.engines.core.kv_cache import HostArray, HostMemory, KVLayout, Slot, SlotPool, aligned_zeros
 from palaver.engines.core.request import SequenceState
 from palaver.engines.core.runner import SlotRunner, ThreadCounts, UnsupportedModel
@@ -45,7 +45,10 @@ TABLE_VERSION = 2
 MIN_POSITIONS = 1024
 _DTYPES = {name: number for number, name in enumerate((*FLOAT_ARRAYS, *QUANTISED))}
 """The numbers of the types of weights, as in panels.h."""
+_ACTIVATIONS = {"silu": 0, GELU_TANH: 1}
+"""The numbers of activations, as in step.c."""
 QKV_PARTS = 3
+NO_WINDOW = 1 << 30
 PACKED_OUTPUTS = 16 * PANEL
 """Outputs of a matrix that one call packs."""
 LOAD = Path("/proc/loadavg")
@@ -91,11 +94,14 @@ class _Norm(Structure):
 
 class _Layer(Structure):
     _fields_ = (
-        *((name, _Norm) for name in ("input_norm", "post_attention_norm", "qk_norm")),
+        *((name, _Norm) for name in ("input_norm", "post_attention_norm", "qk_norm", "output_norm", "result_norm")),
         ("qkv_proj", _Matrix * QKV_PARTS),
         ("o_proj", _Matrix),
+        ("router", _Matrix),
         ("gate_up_proj", _Matrix * 2),
         ("down_proj", _Matrix),
+        ("sinks", c_void_p),
+        *((name, c_int64) for name in ("window", "rotary")),
     )
 
 
@@ -107,23 +113,37 @@ class _Model(Structure):
         ("lm_head", _Matrix),
         *((name, c_int64) for name in ("num_layers", "hidden_size", "num_heads")),
         *((name, c_int64) for name in ("num_kv_heads", "head_dim", "intermediate_size")),
-        ("scale", c_float),
+        *((name, c_float) for name in ("scale", "embedding_scale", "score_cap", "logit_cap")),
+        *((name, c_int64) for name in ("activation", "num_experts", "experts_per_token", "weighs_all")),
         *((name, c_int64) for name in ("max_rows", "max_threads")),
     )
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderSizes:
+    """The sizes and settings of a decoder, as in `DecoderConfig`."""
+
     num_heads: int
     num_kv_heads: int
     head_dim: int
     intermediate_size: int
     scale: float
+    activation: str = "silu"
+    embedding_scale: float = 1.0
+    score_cap: float = 0.0
+    logit_cap: float = 0.0
+    experts: ExpertSizes | None = None
+
+    @classmethod
+    def of(cls, config: DecoderConfig) -> DecoderSizes:
+        return cls(**{field.name: getattr(config, field.name) for field in fields(cls)})
 
     def check(self, hidden_size: int) -> None:
         """Raises UnsupportedModel unless step.c can compute these sizes."""
         if self.head_dim % LANES or hidden_size % LANES:
             raise UnsupportedModel(f"compiled steps need sizes that are multiples of {LANES}")
+        if self.experts is not None and (self.intermediate_size % PANEL or hidden_size % PANEL):
+            raise UnsupportedModel(f"compiled steps need experts with sizes that are multiples of {PANEL}")
 
 
 class RowChunk(NamedTuple):
@@ -208,11 +228,19 @@ class CompiledDecoder:
     """Raises UnsupportedModel for models whose sizes step.c can't compute."""
 
     def __init__(
-        self, weights: DecoderWeights, sizes: DecoderSizes, rotary: RotaryTable, library: Library, max_threads: int
+        self,
+        weights: DecoderWeights,
+        sizes: DecoderSizes,
+        rotary: RotaryTable,
+        library: Library,
+        max_threads: int,
+        local_rotary: RotaryTable | None = None,
     ) -> None:
+        """`local_rotary`: for the layers that name the second table."""
         self._vocabulary_size, self._hidden_size = weights.lm_head.weight.shape
         sizes.check(self._hidden_size)
         self.rotary = rotary
+        self._local_rotary = local_rotary or rotary
         self._sizes = sizes
         self._references: list[Any] = []
         """The memory that the compiled code points to."""
@@ -236,7 +264,8 @@ class CompiledDecoder:
     def run(self, rows: Rows, threads: int, memory: HostArray | None = None) -> HostArray:
         """The logits after each sequence's last token; none where the rows need none. They are written to `memory`,
         if it is given and has room for them."""
-        rotations = self.rotary.up_to(rows.max_rotary_position).ctypes.data
+        tables = [one.up_to(rows.max_rotary_position) for one in (self.rotary, self._local_rotary)]
+        rotations = (c_void_p * len(tables))(*(table.ctypes.data for table in tables))
         if memory is None or len(memory) < rows.num_logits:
             memory = np.empty((rows.num_logits, self._vocabulary_size), np.float32)
         logits = memory[: rows.num_logits]
@@ -269,6 +298,11 @@ class CompiledDecoder:
             head_dim=sizes.head_dim,
             intermediate_size=sizes.intermediate_size,
             scale=sizes.scale,
+            embedding_scale=sizes.embedding_scale,
+            score_cap=sizes.score_cap,
+            logit_cap=sizes.logit_cap,
+            activation=_ACTIVATIONS[sizes.activation],
+            **_expert_fields(sizes.experts),
             max_rows=MAX_ROWS,
             max_threads=max_threads,
         )
@@ -277,15 +311,20 @@ class CompiledDecoder:
         return _Layer(
             input_norm=self._norm(layer.input_norm),
             post_attention_norm=self._norm(layer.post_attention_norm),
-            qk_norm=_Norm() if layer.qk_norm is None else self._norm(layer.qk_norm),
+            qk_norm=self._norm(layer.qk_norm),
+            output_norm=self._norm(layer.output_norm),
+            result_norm=self._norm(layer.result_norm),
             qkv_proj=(_Matrix * QKV_PARTS)(*(self._matrix(part, packer) for part in layer.qkv)),
             o_proj=self._matrix(layer.output, packer),
+            router=_Matrix() if layer.router is None else self._matrix(layer.router, packer),
             gate_up_proj=(_Matrix * 2)(self._matrix(layer.gate, packer), self._matrix(layer.up, packer)),
             down_proj=self._matrix(layer.down, packer),
+            window=layer.window or NO_WINDOW,
+            rotary=layer.rotary,
         )
 
-    def _norm(self, norm: NormWeights) -> _Norm:
-        return _Norm(self._pointer(norm.weight), norm.epsilon)
+    def _norm(self, norm: NormWeights | None) -> _Norm:
+        return _Norm() if norm is None else _Norm(self._pointer(norm.weight), norm.epsilon)
 
     def _matrix(self, projection: Projection, packer: WeightPacker) -> _Matrix:
         """In panels, in the narrowest type that holds the weights without loss."""
@@ -299,6 +338,16 @@ class CompiledDecoder:
         array = np.ascontiguousarray(array)
         self._references.append(array)
         return array.ctypes.data
+
+
+def _expert_fields(experts: ExpertSizes | None) -> dict[str, int]:
+    if experts is None:
+        return {}
+    return {
+        "num_experts": experts.count,
+        "experts_per_token": experts.per_token,
+        "weighs_all": int(experts.weighs_all),
+    }
 
 
 class WeightPacker:

@@ -1,4 +1,4 @@
-"""Loads plain decoders for compiled steps from their files, with numpy alone: torch and transformers are not used."""
+"""Loads decoders for compiled steps from their files, with numpy alone: torch and transformers are not used."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def load(
 ) -> LocalEngine:
     """Loads a model from a folder or a GGUF file and starts its thread.
 
-    Raises UnsupportedModel unless its configuration is that of a plain decoder, CantCompile where there is no compiled
+    Raises UnsupportedModel unless its configuration is that of a decoder that they know, CantCompile where there is no compiled
     code, and a ModelError where its files can't be loaded.
     """
     options = options or EngineOptions()
@@ -59,17 +59,15 @@ def open_decoder(model: str | Path) -> tuple[Checkpoint, DecoderConfig]:
     path = Path(model).expanduser()
     checkpoint = open_gguf_checkpoint(path) if path.is_file() else open_checkpoint(model)
     config = read_decoder_config(checkpoint, QUANTISED)
-    _sizes(config).check(config.hidden_size)
+    DecoderSizes.of(config).check(config.hidden_size)
     return checkpoint, config
 
 
 def load_decoder(checkpoint: Checkpoint, config: DecoderConfig, library: Library, max_threads: int) -> CompiledDecoder:
     rotary = RotaryTable(config.frequencies, config.max_position)
-    return CompiledDecoder(read_weights(checkpoint, config), _sizes(config), rotary, library, max_threads)
-
-
-def _sizes(config: DecoderConfig) -> DecoderSizes:
-    return DecoderSizes(config.num_heads, config.num_kv_heads, config.head_dim, config.intermediate_size, config.scale)
+    local = None if config.local_frequencies is None else RotaryTable(config.local_frequencies, config.max_position)
+    weights = read_weights(checkpoint, config)
+    return CompiledDecoder(weights, DecoderSizes.of(config), rotary, library, max_threads, local)
 
 
 def describe_fit(model: str | Path) -> str:

@@ -1,37 +1,34 @@
-/* A forward pass of a plain decoder over new tokens of several sequences.
+/* A forward pass of a decoder over new tokens of several sequences.
 
    A row is a new token of a sequence. Its bits depend on the tokens before it in its sequence and on nothing else: not
    on the other rows, the chunk size or the number of threads, because the order of every sum is fixed. Weights are
    stored in panels (panels.h), in the narrowest type that holds them without loss. Arithmetic is done in float, but for
    the products with quantised weights (products.h). */
 
-#include "products.h"
+#include "attention.h"
 #include "threads.h"
 
-#define QUERIES 8 /* queries of one KV head whose sums fit into registers */
 #define SPANS 8 /* spans of one sequence that share what is loaded of its keys and values */
-#define KEYS 128 /* keys scored before their values are added */
-#define FETCHED_KEYS 32 /* keys and values fetched ahead */
 #define TASK_FLOATS 16384 /* of rows that one task norms, embeds or stores: less is done sooner than shared */
-#ifdef __AVX512F__
-#define SCORED_KEYS 8 /* keys whose products with two queries fit into registers */
-#define TURNED_SIZE 64 /* of heads up to which keys are transposed: there adding up lanes takes most of the time */
-#define TURNED_QUERIES 4
-#else
-#define SCORED_KEYS 2
-#define TURNED_SIZE 0
-#define TURNED_QUERIES 1
-#endif
 
 typedef struct {
     const float *weight;
     float epsilon;
 } norm;
 
+/* A norm or a matrix without weights is left out. Experts lie one after the other in the matrices of the feed-forward
+   part, each in whole panels. */
 typedef struct {
-    norm input_norm, post_attention_norm, qk_norm; /* qk_norm: a row of weights for each head, or NULL */
-    matrix qkv_proj[3], o_proj, gate_up_proj[2], down_proj; /* qkv_proj: some may be empty */
+    norm input_norm, post_attention_norm, qk_norm; /* qk_norm: a row of weights for each head */
+    norm output_norm, result_norm; /* of what attention and the feed-forward part add to a row */
+    matrix qkv_proj[3], o_proj, router, gate_up_proj[2], down_proj;
+    const float *sinks;     /* of each head, or NULL */
+    int64_t window, rotary; /* the keys that a query sees, and by which of the tables it rotates */
 } layer;
+
+enum activation { SILU, GELU_TANH, CLAMPED_SWIGLU };
+#define SWIGLU_LIMIT 7.0f
+#define SWIGLU_ALPHA 1.702f
 
 typedef struct {
     const layer *layers;
@@ -40,7 +37,10 @@ typedef struct {
     matrix lm_head;
     int64_t num_layers, hidden_size, num_heads;
     int64_t num_kv_heads, head_dim, intermediate_size;
-    float scale;
+    float scale, embedding_scale, score_cap, logit_cap; /* caps: 0 for none */
+    int64_t activation;
+    int64_t num_experts, experts_per_token; /* 0 for none; intermediate_size is that of an expert */
+    int64_t weighs_all; /* whether the weights of a row's experts are shares of all experts, not of those chosen */
     int64_t max_rows, max_threads;
 } model;
 
@@ -61,10 +61,24 @@ typedef struct {
     int64_t first, count;
 } span;
 
+/* An expert that a row has chosen. */
+typedef struct {
+    int64_t expert, place; /* place: of the row among those of all experts */
+    float weight;
+} choice;
+
+/* The rows of an expert: `count` of them from `first` on. */
+typedef struct {
+    int64_t expert, first, count;
+} expert_rows;
+
 typedef struct {
     model m;
     float *x, *normed, *qkv, *attended, *intermediate; /* [rows][...] */
     rounded_group *rounded; /* of the rows of a product, [rows][groups] */
+    float *scores, *expert_inputs, *expert_outputs; /* [rows][experts], and [rows of experts][...] */
+    choice *choices; /* [rows][experts of a token] */
+    expert_rows *experts; /* first those with rows */
     span *spans, *groups; /* groups: of spans */
     float **scratch; /* of each thread */
     team *team;
@@ -84,9 +98,10 @@ typedef struct {
 typedef struct {
     const decoder *d;
     const row *rows;
-    const float *rotations; /* [position][head_dim / 2][2]: cosine and sine */
+    const float *const *rotations; /* tables: [position][head_dim / 2][2], cosine and sine */
     float *logits;
     int64_t count, groups, logit_rows, threads;
+    int64_t experts; /* with rows */
     int64_t depth; /* of the layer */
     const layer *l;
     const norm *norm;
@@ -179,21 +194,38 @@ ALWAYS vec biased(const matrix *by, int64_t out, const float *sums) {
     return by->bias ? load(sums) + load(by->bias + out) : load(sums);
 }
 
-/* A panel of y = silu(x * gate) * (x * up). The rows of y have room for whole panels. */
-static void gate_task(const void *context, int64_t panel, int64_t thread) {
-    const work *w = context;
+ALWAYS vec activated(int64_t activation, vec gate, vec up) {
+    if (activation == GELU_TANH) {
+        vec inner = (gate + gate * gate * gate * 0.044715f) * 0.7978845608028654f;
+        return gate / (1.0f + exponential(inner * -2.0f)) * up;
+    }
+    if (activation == CLAMPED_SWIGLU) {
+        gate = smaller(gate, all(SWIGLU_LIMIT));
+        up = smaller(larger(up, all(-SWIGLU_LIMIT)), all(SWIGLU_LIMIT));
+        return gate / (1.0f + exponential(gate * -SWIGLU_ALPHA)) * (up + 1.0f);
+    }
+    return gate / (1.0f + exponential(-gate)) * up;
+}
+
+/* A panel of y = activated(x * gate, x * up) for `count` rows. The rows of y have room for whole panels. */
+ALWAYS void gate_panel(const work *w, int64_t panel, int64_t count, const row_numbers *x, float *y, int64_t thread) {
     const rows_product *p = &w->product;
     const matrix *gate = p->by, *up = gate + 1;
     scratch s = scratch_of(w->d, thread);
-    float *gates = s.tiles, *ups = gates + w->count * PANEL;
-    multiply_panel(gate, panel, w->count, &p->x, gates);
-    multiply_panel(up, panel, w->count, &p->x, ups);
-    for (int64_t r = 0; r < w->count; r++)
+    float *gates = s.tiles, *ups = gates + count * PANEL;
+    multiply_panel(gate, panel, count, x, gates);
+    multiply_panel(up, panel, count, x, ups);
+    for (int64_t r = 0; r < count; r++)
         for (int64_t k = 0, out = panel * PANEL; k < PANEL; k += LANES) {
             vec open = biased(gate, out + k, gates + r * PANEL + k);
             vec through = biased(up, out + k, ups + r * PANEL + k);
-            store(p->y + r * p->y_apart + out + k, open / (1.0f + exponential(-open)) * through);
+            store(y + r * p->y_apart + k, activated(w->d->m.activation, open, through));
         }
+}
+
+static void gate_task(const void *context, int64_t panel, int64_t thread) {
+    const work *w = context;
+    gate_panel(w, panel, w->count, &w->product.x, w->product.y + panel * PANEL, thread);
 }
 
 /* norms and rotary embeddings */
@@ -212,6 +244,8 @@ static void embed_task(const void *context, int64_t task, int64_t thread) {
     for (int64_t r = task * rows; r < stop; r++) {
         if (w->rows[r].embedding) memcpy(w->d->x + r * hidden, w->rows[r].embedding, hidden * sizeof(float));
         else read_output(&w->d->m.embedding, w->rows[r].token, w->d->x + r * hidden);
+        if (w->rows[r].embedding || w->d->m.embedding_scale == 1.0f) continue;
+        for (int64_t i = 0; i < hidden; i++) w->d->x[r * hidden + i] *= w->d->m.embedding_scale;
     }
 }
 
@@ -228,6 +262,31 @@ static void norm_rows(work *w, const norm *by) {
     share(w, row_tasks(w->count, w->d->m.hidden_size), norm_task);
 }
 
+/* Adds to rows what lies in `normed`, normed. */
+static void add_normed_task(const void *context, int64_t task, int64_t thread) {
+    const work *w = context;
+    int64_t hidden = w->d->m.hidden_size, rows = rows_of_task(hidden), stop = at_most(w->count, (task + 1) * rows);
+    (void)thread;
+    for (int64_t r = task * rows; r < stop; r++) {
+        float *x = w->d->x + r * hidden, *added = w->d->normed + r * hidden;
+        norm_to(w->norm, added, hidden, added);
+        for (int64_t i = 0; i < hidden; i += LANES) store(x + i, load(x + i) + load(added + i));
+    }
+}
+
+static void add_normed(work *w, const norm *by) {
+    w->norm = by;
+    share(w, row_tasks(w->count, w->d->m.hidden_size), add_normed_task);
+}
+
+/* Adds a product to the rows, which is normed before if there is a norm. */
+static void add_product(work *w, const matrix *by, const float *x, int64_t apart, const norm *normed_by) {
+    const int64_t hidden = w->d->m.hidden_size;
+    float *y = normed_by->weight ? w->d->normed : w->d->x;
+    multiply(w, (rows_product){by, 1, {x, apart, NULL}, y, hidden, !normed_by->weight});
+    if (normed_by->weight) add_normed(w, normed_by);
+}
+
 /* Rotates by the row's position; the two halves of a head come out interleaved. */
 static void rotate(const work *w, const float *x, int64_t head, int64_t r, float scale, float *y) {
     int64_t size = w->d->m.head_dim, half = size / 2;
@@ -238,7 +297,7 @@ static void rotate(const work *w, const float *x, int64_t head, int64_t r, float
         x = even;
     }
     const row *at = w->rows + r;
-    const float *rotations = at->rotations ? at->rotations : w->rotations + at->rotary_position * size;
+    const float *rotations = at->rotations ? at->rotations : w->rotations[w->l->rotary] + at->rotary_position * size;
     for (int64_t j = 0; j < half; j++) {
         float cosine = rotations[2 * j], sine = rotations[2 * j + 1];
         y[2 * j] = (x[j] * cosine - x[j + half] * sine) * scale;
@@ -247,208 +306,6 @@ static void rotate(const work *w, const float *x, int64_t head, int64_t r, float
 }
 
 /* attention */
-
-/* The products of queries and keys, vectors that are to be added up: sums[g * HALF + t]. */
-ALWAYS void multiply_keys(int queries, int keys, const float *query, const float *key, int64_t size, vec *sums) {
-    vec products[2][HALF];
-    for (int g = 0; g < queries; g++)
-        for (int t = 0; t < keys; t++) products[g][t] = all(0);
-    for (int64_t i = 0; i < size; i += LANES) {
-        vec query_part[2];
-        for (int g = 0; g < queries; g++) query_part[g] = load(query + g * size + i);
-        for (int t = 0; t < keys; t++) {
-            vec key_part = load(key + t * size + i);
-            KEEP_IN_REGISTER(key_part);
-            for (int g = 0; g < queries; g++) products[g][t] += query_part[g] * key_part;
-        }
-    }
-    for (int g = 0; g < queries; g++)
-        for (int t = 0; t < keys; t++) sums[g * HALF + t] = products[g][t];
-}
-
-/* The scores of `queries` queries, one or two, and LANES keys. */
-ALWAYS void score_some(int queries, const float *query, const float *keys, int64_t size, float *scores) {
-    vec sums[2][LANES];
-    for (int half = 0; half < 2; half++)
-        for (int t = 0; t < HALF; t += SCORED_KEYS)
-            multiply_keys(queries, SCORED_KEYS, query, keys + (half * HALF + t) * size, size, sums[half] + t);
-    if (queries == 1) {
-        for (int t = 0; t < HALF; t++) sums[0][HALF + t] = sums[1][t];
-        store(scores, totals(sums[0]));
-        return;
-    }
-    for (int half = 0; half < 2; half++) {
-        vec both = totals(sums[half]);
-        memcpy(scores + half * HALF, &both, sizeof both / 2);
-        memcpy(scores + KEYS + half * HALF, (float *)&both + HALF, sizeof both / 2);
-    }
-}
-
-/* The scores of `count` queries and LANES keys. */
-ALWAYS void score(int count, const float *queries, const float *keys, int64_t size, float *scores) {
-    for (int g = 0; g + 1 < count; g += 2) score_some(2, queries + g * size, keys, size, scores + g * KEYS);
-    if (count % 2) score_some(1, queries + (count - 1) * size, keys, size, scores + (count - 1) * KEYS);
-}
-
-/* The sums of those products of queries and LANES keys that `multiply_keys` has in one lane. The numbers of the keys lie
-   side by side, [size][KEYS]. */
-ALWAYS void multiply_lane(int queries, const float *query, const float *turned, int64_t size, int lane, vec *sums) {
-    for (int g = 0; g < queries; g++) sums[g] = all(0);
-    for (int64_t i = lane; i < size; i += LANES) {
-        vec key = load(turned + i * KEYS);
-        KEEP_IN_REGISTER(key);
-        for (int g = 0; g < queries; g++) sums[g] += key * query[g * size + i];
-    }
-}
-
-/* The same for a quarter of the lanes, added up as `totals` does. */
-ALWAYS void multiply_quarter(int queries, const float *query, const float *turned, int64_t size, int lane, vec *sums) {
-    vec second[TURNED_QUERIES], third[TURNED_QUERIES], fourth[TURNED_QUERIES];
-    multiply_lane(queries, query, turned, size, lane, sums);
-    multiply_lane(queries, query, turned, size, lane + 1, second);
-    for (int g = 0; g < queries; g++) sums[g] += second[g];
-    multiply_lane(queries, query, turned, size, lane + 2, third);
-    multiply_lane(queries, query, turned, size, lane + 3, fourth);
-    for (int g = 0; g < queries; g++) sums[g] += third[g] + fourth[g];
-}
-
-/* The scores of `queries` queries and LANES keys. */
-ALWAYS void score_turned_some(int queries, const float *query, const float *turned, int64_t size, float *scores) {
-    vec first[TURNED_QUERIES], second[TURNED_QUERIES], third[TURNED_QUERIES], fourth[TURNED_QUERIES];
-    multiply_quarter(queries, query, turned, size, 0, first);
-    multiply_quarter(queries, query, turned, size, LANES / 4, second);
-    for (int g = 0; g < queries; g++) first[g] += second[g];
-    multiply_quarter(queries, query, turned, size, LANES / 2, third);
-    multiply_quarter(queries, query, turned, size, LANES / 4 * 3, fourth);
-    for (int g = 0; g < queries; g++) store(scores + g * KEYS, first[g] + (third[g] + fourth[g]));
-}
-
-/* The same for `count` queries. */
-ALWAYS void score_turned(int count, const float *queries, const float *turned, int64_t size, float *scores) {
-    int g = 0;
-    for (; g + TURNED_QUERIES <= count; g += TURNED_QUERIES)
-        score_turned_some(TURNED_QUERIES, queries + g * size, turned, size, scores + g * KEYS);
-    for (; g < count; g++) score_turned_some(1, queries + g * size, turned, size, scores + g * KEYS);
-}
-
-#define EXCHANGED(s, l) ((l) & (s) ? LANES + (l) - (s) : (l))
-#define REMAINING(s, l) ((l) & (s) ? LANES + (l) : (l) + (s))
-#define FOUR_LANES(of, s, l) of(s, (l)), of(s, (l) + 1), of(s, (l) + 2), of(s, (l) + 3)
-#define FOR_LANES(of, s) FOUR_LANES(of, s, 0), FOUR_LANES(of, s, 4), FOUR_LANES(of, s, 8), FOUR_LANES(of, s, 12)
-
-/* Transposes LANES vectors: rows and lanes whose numbers differ by `s` change places, for each power of two. */
-#define EXCHANGE(s) \
-    for (int r = 0; r < LANES; r++) \
-        if (!(r & (s))) { \
-            vec a = rows[r], b = rows[r + (s)]; \
-            rows[r] = PICKED(a, b, FOR_LANES(EXCHANGED, s)); \
-            rows[r + (s)] = PICKED(a, b, FOR_LANES(REMAINING, s)); \
-        }
-ALWAYS void transpose(vec *rows) { EXCHANGE(8) EXCHANGE(4) EXCHANGE(2) EXCHANGE(1) }
-
-/* Writes `count` keys to [size][KEYS]. */
-static void turn_keys(const float *keys, int64_t size, int64_t count, float *turned) {
-    for (int64_t t = 0; t < count; t += LANES)
-        for (int64_t i = 0; i < size; i += LANES) {
-            vec rows[LANES];
-            for (int r = 0; r < LANES; r++) rows[r] = load(keys + (t + r) * size + i);
-            transpose(rows);
-            for (int r = 0; r < LANES; r++) store(turned + (i + r) * KEYS + t, rows[r]);
-        }
-}
-
-/* The online softmax of a query: its largest score so far, and the sum of its weights relative to that. */
-typedef struct {
-    float max, total;
-} softmax;
-
-/* Turns the scores of up to KEYS keys, of which the query sees `length`, into weights. Returns the factor by which the
-   weights of earlier keys shrink. */
-static float weigh(float *scores, int64_t length, int64_t end, softmax *so_far) {
-    const ints place = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    vec most = all(so_far->max), total = all(0);
-    for (int64_t t = 0; t < end; t += LANES)
-        most = larger(either(place < (int32_t)(length - t), load(scores + t), most), most);
-    float peak = largest(most);
-    for (int64_t t = 0; t < end; t += LANES) {
-        vec weights = either(place < (int32_t)(length - t), exponential(load(scores + t) - peak), all(0));
-        store(scores + t, weights);
-        total += weights;
-    }
-    float shrink = exponential(all(so_far->max - peak))[0];
-    *so_far = (softmax){peak, so_far->total * shrink + sum(total)};
-    return shrink;
-}
-
-/* Adds the weighted values of `end` keys to those of the keys before: `wide` vectors of each value. */
-ALWAYS void blend_some(int count, int wide, const float *weights, const float *values, int64_t size, int64_t end,
-                       int64_t fetched, const float *shrink, float *out) {
-    vec sums[QUERIES][LANES];
-    for (int g = 0; g < count; g++)
-        for (int k = 0; k < wide; k++) sums[g][k] = load(out + g * size + k * LANES) * shrink[g];
-    for (int64_t t = 0; t < end; t++) {
-        if (t + FETCHED_KEYS < fetched) fetch(values + (t + FETCHED_KEYS) * size, wide * LANES * sizeof(float));
-        for (int k = 0; k < wide; k++) {
-            vec value = load(values + t * size + k * LANES);
-            KEEP_IN_REGISTER(value);
-            for (int g = 0; g < count; g++) sums[g][k] += value * weights[g * KEYS + t];
-        }
-    }
-    for (int g = 0; g < count; g++)
-        for (int k = 0; k < wide; k++) store(out + g * size + k * LANES, sums[g][k]);
-}
-
-/* The same for whole values. `fetched`: up to which of them they are fetched ahead. */
-ALWAYS void blend(int count, const float *weights, const float *values, int64_t size, int64_t end, int64_t fetched,
-                  const float *shrink, float *out) {
-    const int wide = count * 8 <= SUMS ? 8 : count * 4 <= SUMS ? 4 : count * 2 <= SUMS ? 2 : 1;
-    int64_t i = 0;
-    for (; i + wide * LANES <= size; i += wide * LANES)
-        blend_some(count, wide, weights, values + i, size, end, fetched, shrink, out + i);
-    for (; i < size; i += LANES) blend_some(count, 1, weights, values + i, size, end, fetched, shrink, out + i);
-}
-
-/* The queries of a span: `group` for each row, of which the first sees `length` keys, each further one sees one more. */
-typedef struct {
-    int64_t count, group, length;
-    float *queries, *blended;
-    softmax so_far[QUERIES];
-} attention;
-
-ALWAYS int64_t keys_seen(const attention *a) { return a->length + (a->count - 1) / a->group; }
-
-/* Attends to KEYS keys from number `from` on. `turned`: these keys, transposed, or NULL. `fetched`: up to which number
-   keys and values are fetched ahead; 0 where another span has done so. */
-ALWAYS void attend_some(int count, int64_t size, float *scores, attention *to, const float *keys, const float *values,
-                        int64_t from, const float *turned, int64_t fetched) {
-    int64_t end = at_most(keys_seen(to) - from, KEYS);
-    float shrink[QUERIES];
-    keys += from * size, values += from * size;
-    for (int64_t t = 0; t < end; t += LANES) {
-        if (TURNED_SIZE && turned) {
-            score_turned(count, to->queries, turned + t, size, scores + t);
-            continue;
-        }
-        if (from + t + FETCHED_KEYS < fetched) fetch(keys + (t + FETCHED_KEYS) * size, LANES * size * sizeof(float));
-        score(count, to->queries, keys + t * size, size, scores + t);
-    }
-    if (fetched) fetch(values, at_most(end, LANES) * size * sizeof(float));
-    for (int g = 0; g < count; g++)
-        shrink[g] = weigh(scores + g * KEYS, to->length + g / to->group - from, end, to->so_far + g);
-    blend(count, scores, values, size, end, fetched - from, shrink, to->blended);
-}
-
-static void attend(int64_t size, float *scores, attention *to, const float *keys, const float *values, int64_t from,
-                   const float *turned, int64_t fetched) {
-#define CASE(n) \
-    case n: \
-        attend_some(n, size, scores, to, keys, values, from, turned, fetched); \
-        break;
-    switch (to->count) {
-        CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8)
-    }
-#undef CASE
-}
 
 ALWAYS float *keys_of(const work *w, int64_t r, int64_t head) {
     return w->rows[r].slot + 2 * w->depth * w->rows[r].member_stride + head * w->rows[r].head_stride;
@@ -484,7 +341,8 @@ static int needs_logits(const work *w, const span *at) {
 /* The queries of a span that share a KV head, `count` of each row from `start` on. */
 static void begin(const work *w, const span *at, int64_t first, int64_t count, attention *to) {
     int64_t size = w->d->m.head_dim;
-    to->count = at->count * count, to->group = count, to->length = w->rows[at->first].position + 1;
+    to->count = at->count * count, to->group = count, to->cap = w->d->m.score_cap;
+    to->length = w->rows[at->first].position + 1, to->first = to->length - w->l->window;
     for (int64_t n = 0; n < at->count; n++)
         for (int64_t g = 0; g < count; g++)
             rotate(w, qkv_of(w, at->first + n, first + g), first + g, at->first + n, w->d->m.scale,
@@ -498,9 +356,10 @@ static void finish_span(const work *w, const span *at, int64_t first, const atte
     int64_t size = m->head_dim;
     for (int64_t g = 0; g < of->count; g++) {
         int64_t r = at->first + g / of->group, head = first + g % of->group;
+        float total = of->so_far[g].total;
+        if (w->l->sinks) total += exponential(all(w->l->sinks[head] - of->so_far[g].max))[0];
         for (int64_t i = 0; i < size; i += LANES)
-            store(w->d->attended + (r * m->num_heads + head) * size + i,
-                  load(of->blended + g * size + i) / of->so_far[g].total);
+            store(w->d->attended + (r * m->num_heads + head) * size + i, load(of->blended + g * size + i) / total);
     }
 }
 
@@ -513,8 +372,8 @@ static void attend_group(const work *w, const scratch *s, const span *group, int
     const float *keys = keys_of(w, spans->first, head), *values = keys + w->rows[spans->first].member_stride;
     int last = w->depth + 1 == m->num_layers; /* only what logits need is computed there */
     attention each[SPANS];
-    int64_t used = 0;
-    fetch(keys, at_most(w->rows[spans->first].position, FETCHED_KEYS) * size * sizeof(float));
+    int64_t used = 0, begins = at_least(w->rows[spans->first].position + 1 - w->l->window, 0) / KEYS * KEYS;
+    fetch(keys + begins * size, at_most(w->rows[spans->first].position - begins, FETCHED_KEYS) * size * sizeof(float));
     for (int64_t n = 0; n < group->count; n++) {
         if (last && !needs_logits(w, spans + n)) continue;
         each[n].queries = s->queries + n * QUERIES * size, each[n].blended = s->blended + n * QUERIES * size;
@@ -523,12 +382,13 @@ static void attend_group(const work *w, const scratch *s, const span *group, int
         used++;
     }
     float *turned = TURNED_SIZE && used > 1 && size <= TURNED_SIZE ? s->turned : NULL;
-    for (int64_t from = 0; from < longest; from += KEYS) {
+    for (int64_t from = begins; from < longest; from += KEYS) {
         int64_t fetched = longest;
         if (TURNED_SIZE && turned) turn_keys(keys + from * size, size, at_most(longest - from, KEYS), turned);
         for (int64_t n = 0; n < group->count; n++) {
             if (last && !needs_logits(w, spans + n)) continue;
-            if (keys_seen(each + n) > from) attend(size, s->scores, each + n, keys, values, from, turned, fetched);
+            if (keys_seen(each + n) > from && each[n].first < from + KEYS)
+                attend(size, s->scores, each + n, keys, values, from, turned, fetched);
             fetched = 0;
         }
     }
@@ -557,10 +417,149 @@ static void gather(const work *w) {
     }
 }
 
-/* the pass */
-
 /* The outputs of whole panels. */
 ALWAYS int64_t padded(int64_t outputs) { return panel_count(outputs) * PANEL; }
+
+/* experts */
+
+/* Chooses the experts of some rows: those with the largest scores, the first ones of equals. */
+static void choose_task(const void *context, int64_t task, int64_t thread) {
+    const work *w = context;
+    const model *m = &w->d->m;
+    int64_t rows = rows_of_task(m->num_experts), stop = at_most(w->count, (task + 1) * rows);
+    (void)thread;
+    for (int64_t r = task * rows; r < stop; r++) {
+        const float *scores = w->d->scores + r * m->num_experts;
+        choice *chosen = w->d->choices + r * m->experts_per_token;
+        float total = 0;
+        for (int64_t n = 0; n < m->experts_per_token; n++) {
+            int64_t best = -1;
+            for (int64_t e = 0; e < m->num_experts; e++) {
+                int taken = 0;
+                for (int64_t k = 0; k < n; k++) taken |= chosen[k].expert == e;
+                if (!taken && (best < 0 || scores[e] > scores[best])) best = e;
+            }
+            chosen[n].expert = best;
+        }
+        const float most = scores[chosen->expert];
+        for (int64_t n = 0; n < m->experts_per_token; n++) {
+            chosen[n].weight = exponential(all(scores[chosen[n].expert] - most))[0];
+            total += chosen[n].weight;
+        }
+        if (m->weighs_all) total = 0;
+        for (int64_t e = 0; m->weighs_all && e < m->num_experts; e++) total += exponential(all(scores[e] - most))[0];
+        for (int64_t n = 0; n < m->experts_per_token; n++) chosen[n].weight /= total;
+    }
+}
+
+/* Puts the rows of each expert side by side. Returns how many there are, each as often as it has experts. */
+static int64_t place_rows(work *w) {
+    const model *m = &w->d->m;
+    expert_rows *experts = w->d->experts;
+    int64_t count = w->count * m->experts_per_token, placed = 0;
+    for (int64_t e = 0; e < m->num_experts; e++) experts[e] = (expert_rows){e, 0, 0};
+    for (int64_t n = 0; n < count; n++) w->d->choices[n].place = experts[w->d->choices[n].expert].count++;
+    for (int64_t e = 0; e < m->num_experts; placed += experts[e++].count) experts[e].first = placed;
+    for (int64_t n = 0; n < count; n++) w->d->choices[n].place += experts[w->d->choices[n].expert].first;
+    w->experts = 0;
+    for (int64_t e = 0; e < m->num_experts; e++)
+        if (experts[e].count) experts[w->experts++] = experts[e];
+    return placed;
+}
+
+static void copy_task(const void *context, int64_t task, int64_t thread) {
+    const work *w = context;
+    const model *m = &w->d->m;
+    int64_t hidden = m->hidden_size, rows = rows_of_task(hidden), stop = at_most(w->count, (task + 1) * rows);
+    (void)thread;
+    for (int64_t n = task * rows; n < stop; n++)
+        memcpy(w->d->expert_inputs + w->d->choices[n].place * hidden,
+               w->d->normed + n / m->experts_per_token * hidden, hidden * sizeof(float));
+}
+
+/* The numbers of an expert's rows. */
+ALWAYS row_numbers rows_of(const work *w, const expert_rows *of) {
+    const rows_product *p = &w->product;
+    return (row_numbers){p->x.floats + of->first * p->x.apart, p->x.apart,
+                         p->x.integers + of->first * rounded_groups(p->by->inputs)};
+}
+
+/* A task is a panel of an expert. */
+static void gate_expert_task(const void *context, int64_t task, int64_t thread) {
+    const work *w = context;
+    int64_t panels = panel_count(w->d->m.intermediate_size), panel = task % panels;
+    const expert_rows *of = w->d->experts + task / panels;
+    row_numbers x = rows_of(w, of);
+    float *y = w->product.y + of->first * w->product.y_apart + panel * PANEL;
+    gate_panel(w, of->expert * panels + panel, of->count, &x, y, thread);
+}
+
+static void down_expert_task(const void *context, int64_t task, int64_t thread) {
+    const work *w = context;
+    const rows_product *p = &w->product;
+    int64_t panels = panel_count(w->d->m.hidden_size), panel = task % panels;
+    const expert_rows *of = w->d->experts + task / panels;
+    row_numbers x = rows_of(w, of);
+    scratch s = scratch_of(w->d, thread);
+    int64_t out = of->expert * panels + panel;
+    multiply_panel(p->by, out, of->count, &x, s.tiles);
+    for (int64_t r = 0; r < of->count; r++)
+        for (int64_t k = 0; k < PANEL; k += LANES)
+            store(p->y + (of->first + r) * p->y_apart + panel * PANEL + k,
+                  biased(p->by, out * PANEL + k, s.tiles + r * PANEL + k));
+}
+
+/* Adds up what the experts of each row give: to the row, or where it is normed before. */
+static void combine_task(const void *context, int64_t task, int64_t thread) {
+    const work *w = context;
+    const model *m = &w->d->m;
+    int64_t hidden = m->hidden_size, rows = rows_of_task(hidden), stop = at_most(w->count, (task + 1) * rows);
+    int norms = w->l->result_norm.weight != NULL;
+    (void)thread;
+    for (int64_t r = task * rows; r < stop; r++) {
+        const choice *chosen = w->d->choices + r * m->experts_per_token;
+        float *y = (norms ? w->d->normed : w->d->x) + r * hidden;
+        for (int64_t i = 0; i < hidden; i += LANES) {
+            vec total = all(0);
+            for (int64_t n = 0; n < m->experts_per_token; n++)
+                total += load(w->d->expert_outputs + chosen[n].place * hidden + i) * chosen[n].weight;
+            store(y + i, norms ? total : load(y + i) + total);
+        }
+    }
+}
+
+/* The feed-forward part, from the normed rows on. */
+static void compute_experts(work *w) {
+    const decoder *d = w->d;
+    const model *m = &d->m;
+    const layer *l = w->l;
+    int64_t hidden = m->hidden_size, inner = padded(m->intermediate_size), rows = w->count;
+    multiply(w, (rows_product){&l->router, 1, {d->normed, hidden, NULL}, d->scores, m->num_experts, 0});
+    share(w, row_tasks(rows, m->num_experts), choose_task);
+    w->count = place_rows(w);
+    share(w, row_tasks(w->count, hidden), copy_task);
+    begin_product(w, (rows_product){l->gate_up_proj, 2, {d->expert_inputs, hidden, NULL}, d->intermediate, inner, 0});
+    share(w, w->experts * panel_count(m->intermediate_size), gate_expert_task);
+    begin_product(w, (rows_product){&l->down_proj, 1, {d->intermediate, inner, NULL}, d->expert_outputs, hidden, 0});
+    share(w, w->experts * panel_count(hidden), down_expert_task);
+    w->count = rows;
+    share(w, row_tasks(rows, hidden), combine_task);
+    if (l->result_norm.weight) add_normed(w, &l->result_norm);
+}
+
+/* the pass */
+
+/* A task is a row of logits. */
+static void cap_task(const void *context, int64_t r, int64_t thread) {
+    const work *w = context;
+    int64_t outputs = w->d->m.lm_head.outputs, whole = outputs / LANES * LANES;
+    float *logits = w->logits + r * outputs, rest[LANES] = {0};
+    (void)thread;
+    cap_numbers(logits, whole, w->d->m.logit_cap);
+    memcpy(rest, logits + whole, (outputs - whole) * sizeof(float));
+    cap_numbers(rest, LANES, w->d->m.logit_cap);
+    memcpy(logits + whole, rest, (outputs - whole) * sizeof(float));
+}
 
 static void pass(work *w) {
     const decoder *d = w->d;
@@ -580,14 +579,19 @@ static void pass(work *w) {
             gather(w);
             w->count = w->logit_rows;
         }
-        multiply(w, (rows_product){&l->o_proj, 1, {d->attended, attended, NULL}, d->x, hidden, 1});
+        add_product(w, &l->o_proj, d->attended, attended, &l->output_norm);
         norm_rows(w, &l->post_attention_norm);
+        if (l->router.weights) {
+            compute_experts(w);
+            continue;
+        }
         begin_product(w, (rows_product){l->gate_up_proj, 2, {d->normed, hidden, NULL}, d->intermediate, inner, 0});
         share(w, panel_count(l->gate_up_proj->outputs), gate_task);
-        multiply(w, (rows_product){&l->down_proj, 1, {d->intermediate, inner, NULL}, d->x, hidden, 1});
+        add_product(w, &l->down_proj, d->intermediate, inner, &l->result_norm);
     }
     norm_rows(w, &m->norm);
     multiply(w, (rows_product){&m->lm_head, 1, {d->normed, hidden, NULL}, w->logits, m->lm_head.outputs, 0});
+    if (m->logit_cap > 0) share(w, w->count, cap_task);
 }
 
 /* Whether a row is the next token of the sequence of the row before it. */
@@ -616,7 +620,7 @@ static int64_t build_groups(const decoder *d, const row *rows, int64_t count) {
 
 /* Computes `count` rows; writes the logits of those that need them, [logit rows][outputs]. The rows of a sequence must
    come in order. */
-void palaver_step(const decoder *d, const row *rows, int64_t count, const float *rotations, float *logits,
+void palaver_step(const decoder *d, const row *rows, int64_t count, const float *const *rotations, float *logits,
                   int64_t threads) {
     work w = {.d = d, .rows = rows, .rotations = rotations, .logits = logits, .count = count};
     w.groups = build_groups(d, rows, count);
@@ -631,11 +635,23 @@ static void *allocate(int64_t count, size_t size) {
 
 static float *allocate_floats(int64_t count) { return allocate(count, sizeof(float)); }
 
+/* Returns 0 where there is no memory. `rows`: of all experts. */
+static int allocate_experts(decoder *d, int64_t rows) {
+    const model *m = &d->m;
+    d->scores = allocate_floats(m->max_rows * m->num_experts);
+    d->expert_inputs = allocate_floats(rows * m->hidden_size);
+    d->expert_outputs = allocate_floats(rows * m->hidden_size);
+    d->choices = calloc(rows, sizeof(choice));
+    d->experts = calloc(m->num_experts, sizeof(expert_rows));
+    return d->scores && d->expert_inputs && d->expert_outputs && d->choices && d->experts;
+}
+
 void palaver_free(decoder *d) {
     if (!d) return;
     free_team(d->team);
     for (int64_t t = 0; d->scratch && t < d->m.max_threads; t++) free(d->scratch[t]);
     free(d->scratch), free(d->spans), free(d->groups);
+    free(d->scores), free(d->expert_inputs), free(d->expert_outputs), free(d->choices), free(d->experts);
     free(d->x), free(d->normed), free(d->qkv), free(d->attended), free(d->intermediate), free(d->rounded), free(d);
 }
 
@@ -650,12 +666,13 @@ decoder *palaver_new(const model *m) {
     d->groups = calloc(m->max_rows, sizeof(span));
     d->qkv = allocate_floats(m->max_rows * (m->num_heads + 2 * m->num_kv_heads) * m->head_dim);
     d->attended = allocate_floats(m->max_rows * m->num_heads * m->head_dim);
-    d->intermediate = allocate_floats(m->max_rows * padded(m->intermediate_size));
+    int64_t rows = m->max_rows * at_least(m->experts_per_token, 1); /* of the feed-forward part */
+    d->intermediate = allocate_floats(rows * padded(m->intermediate_size));
     int64_t inputs = at_least(at_least(m->hidden_size, m->num_heads * m->head_dim), m->intermediate_size);
-    d->rounded = allocate(m->max_rows * rounded_groups(inputs), sizeof(rounded_group));
+    d->rounded = allocate(rows * rounded_groups(inputs), sizeof(rounded_group));
     d->scratch = calloc(m->max_threads, sizeof(float *));
     int complete = d->rounded && d->x && d->normed && d->qkv && d->attended && d->intermediate && d->spans && d->groups;
-    complete = complete && d->scratch;
+    complete = complete && d->scratch && (!m->num_experts || allocate_experts(d, rows));
     for (int64_t t = 0; complete && t < m->max_threads; t++) {
         int64_t tiles = 2 * m->max_rows * PANEL;
         d->scratch[t] = allocate_floats(attention_floats(m) + tiles);
@@ -670,7 +687,7 @@ decoder *palaver_new(const model *m) {
 /* The self-check, on a random model: rows computed together, in two threads, must give what each gives alone. It uses
    every dtype of weights, so that code for another processor, or a damaged file, ends the check and not the engine. */
 
-enum { DEPTH = 2, HIDDEN = 256, HEADS = 4, SIZE = 64, INNER = 256, OUTPUTS = PANEL };
+enum { DEPTH = 2, HIDDEN = 256, HEADS = 4, SIZE = 64, INNER = 256, OUTPUTS = PANEL, EXPERTS = 4, WINDOW = 5 };
 enum { CHECK_ROWS = ROWS + 1, TOKENS = (CHECK_ROWS + LANES - 1) / LANES * LANES };
 
 static uint32_t next_number(uint32_t *state) { return *state = *state * 1664525u + 1013904223u; }
@@ -710,29 +727,45 @@ static int same(const float *a, const float *b, int64_t count) {
     return 1;
 }
 
-static int check_dtype(int dtype) {
+/* `special`: with experts, a window, caps, sinks and norms of what is added. */
+static int check_dtype(int dtype, int special) {
     uint32_t state = 1;
     int64_t norm_size = 2 * HEADS * SIZE, slot_size = 2 * DEPTH * HEADS / 2 * TOKENS * SIZE, right = 0;
-    float *ones = allocate_floats(norm_size), *rotations = allocate_floats(TOKENS * SIZE);
+    int64_t experts = special ? EXPERTS : 1;
+    float *ones = allocate_floats(norm_size), *turns = allocate_floats(TOKENS * SIZE);
     float *cache = calloc(2 * slot_size, sizeof(float)), *alone = allocate_floats(OUTPUTS);
     float *together = allocate_floats(CHECK_ROWS * OUTPUTS);
+    const float *rotations[] = {turns, turns};
     layer layers[DEPTH] = {0};
     for (int64_t i = 0; ones && i < norm_size; i++) ones[i] = 1.0f;
-    for (int64_t i = 0; rotations && i < TOKENS * SIZE; i++) rotations[i] = i % 2 ? 0.6f : 0.8f;
-    for (int64_t depth = 0; depth < DEPTH; depth++)
-        layers[depth] = (layer){.input_norm = {ones, 1e-6f},
-                                .post_attention_norm = {ones, 1e-6f},
-                                .qk_norm = {ones, 1e-6f},
-                                .qkv_proj = {random_matrix(dtype, HIDDEN, 2 * HEADS * SIZE, &state)},
-                                .o_proj = random_matrix(dtype, HEADS * SIZE, HIDDEN, &state),
-                                .gate_up_proj = {random_matrix(dtype, HIDDEN, INNER, &state),
-                                                 random_matrix(dtype, HIDDEN, INNER, &state)},
-                                .down_proj = random_matrix(dtype, INNER, HIDDEN, &state)};
+    for (int64_t i = 0; turns && i < TOKENS * SIZE; i++) turns[i] = i % 2 ? 0.6f : 0.8f;
+    for (int64_t depth = 0; depth < DEPTH; depth++) {
+        layer *l = layers + depth;
+        *l = (layer){.input_norm = {ones, 1e-6f},
+                     .post_attention_norm = {ones, 1e-6f},
+                     .qk_norm = {ones, 1e-6f},
+                     .qkv_proj = {random_matrix(dtype, HIDDEN, 2 * HEADS * SIZE, &state)},
+                     .o_proj = random_matrix(dtype, HEADS * SIZE, HIDDEN, &state),
+                     .gate_up_proj = {random_matrix(dtype, HIDDEN, experts * INNER, &state),
+                                      random_matrix(dtype, HIDDEN, experts * INNER, &state)},
+                     .down_proj = random_matrix(dtype, INNER, experts * HIDDEN, &state),
+                     .window = TOKENS};
+        if (!special) continue;
+        l->router = random_matrix(FLOAT32, HIDDEN, EXPERTS, &state);
+        l->sinks = ones, l->window = WINDOW;
+        l->output_norm = l->result_norm = l->input_norm;
+    }
     matrix tokens = random_matrix(dtype, HIDDEN, OUTPUTS, &state);
-    model m = {layers, tokens, {ones, 1e-6f}, tokens,
-               DEPTH, HIDDEN, HEADS, HEADS / 2, SIZE, INNER, 0.25f, CHECK_ROWS, 2};
+    model m = {.layers = layers, .embedding = tokens, .norm = {ones, 1e-6f}, .lm_head = tokens,
+               .num_layers = DEPTH, .hidden_size = HIDDEN, .num_heads = HEADS,
+               .num_kv_heads = HEADS / 2, .head_dim = SIZE, .intermediate_size = INNER,
+               .scale = 0.25f, .embedding_scale = 1.0f, .max_rows = CHECK_ROWS, .max_threads = 2};
+    if (special) {
+        m.score_cap = 5.0f, m.logit_cap = 3.0f, m.activation = GELU_TANH;
+        m.num_experts = EXPERTS, m.experts_per_token = 2;
+    }
     decoder *d = palaver_new(&m);
-    if (d && ones && rotations && cache && together && alone) {
+    if (d && ones && turns && cache && together && alone) {
         row rows[CHECK_ROWS];
         for (int64_t r = 0; r < CHECK_ROWS; r++)
             rows[r] = (row){cache, HEADS / 2 * TOKENS * SIZE, TOKENS * SIZE, r * 7 % TOKENS, r, 1, r, NULL, NULL};
@@ -745,11 +778,11 @@ static int check_dtype(int dtype) {
     }
     for (int64_t depth = 0; depth < DEPTH; depth++) {
         layer *l = layers + depth;
-        free((void *)l->qkv_proj[0].weights), free((void *)l->o_proj.weights);
+        free((void *)l->qkv_proj[0].weights), free((void *)l->o_proj.weights), free((void *)l->router.weights);
         free((void *)l->gate_up_proj[0].weights), free((void *)l->gate_up_proj[1].weights);
         free((void *)l->down_proj.weights);
     }
-    free((void *)tokens.weights), free(ones), free(rotations), free(cache), free(together), free(alone);
+    free((void *)tokens.weights), free(ones), free(turns), free(cache), free(together), free(alone);
     palaver_free(d);
     return right == CHECK_ROWS;
 }
@@ -757,6 +790,6 @@ static int check_dtype(int dtype) {
 /* Returns 0 where all checks pass. */
 int palaver_check(void) {
     for (int dtype = 0; dtype < DTYPES; dtype++)
-        if (!check_dtype(dtype)) return 1;
-    return 0;
+        if (!check_dtype(dtype, 0)) return 1;
+    return !check_dtype(BFLOAT16, 1) || !check_dtype(Q4_K, 1);
 }

@@ -91,6 +91,8 @@ ALWAYS vec exponential(vec x) {
     return p * (vec)power;
 }
 
+ALWAYS vec tanh_of(vec x) { return 1.0f - 2.0f / (exponential(x + x) + 1.0f); }
+
 /* Asks for what is needed soon. */
 ALWAYS void fetch(const void *from, int64_t size) {
     for (int64_t at = 0; at < size; at += ALIGNMENT) __builtin_prefetch((const char *)from + at);

@@ -1,4 +1,4 @@
-"""The weights of a plain decoder as numpy arrays: read from a checkpoint's files, or taken from another framework."""
+"""The weights of a decoder as numpy arrays: read from a checkpoint's files, or taken from another framework."""
 
 from __future__ import annotations
 
@@ -10,7 +10,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from palaver.engines.core.checkpoint import Checkpoint, StoredTensor
-from palaver.engines.core.decoder_config import QKV, DecoderConfig, layer_prefix
+from palaver.engines.core.decoder_config import (
+    LAYER_NORMS,
+    MLP,
+    QKV,
+    ROUTER,
+    DecoderConfig,
+    expert_projection,
+    layer_prefix,
+)
 from palaver.errors import BrokenModel
 from palaver.gguf import TENSOR_TYPES
 
@@ -82,9 +90,20 @@ class LayerWeights:
     """A row of weights for each head, queries first."""
     output: Projection
     post_attention_norm: NormWeights
+    """Before the feed-forward part."""
     gate: Projection
     up: Projection
     down: Projection
+    """The experts one after the other, if there are several."""
+    router: Projection | None = None
+    """What chooses the experts."""
+    output_norm: NormWeights | None = None
+    result_norm: NormWeights | None = None
+    """Of what attention and the feed-forward part add."""
+    window: int = 0
+    """How many keys a query sees; 0 for all."""
+    rotary: int = 0
+    """The number of the table by which queries and keys rotate."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -116,25 +135,48 @@ class _TensorReader:
         self._config = config
 
     def layers(self) -> Iterator[LayerWeights]:
-        for layer in range(self._config.num_layers):
+        config = self._config
+        for layer in range(config.num_layers):
             prefix = layer_prefix(layer)
-            attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
+            attention = f"{prefix}self_attn."
+            norms = [self.norm(prefix + name) for name in (LAYER_NORMS if config.norms_results else LAYER_NORMS[:2])]
+            gate, up, down = (self._feed_forward(layer, name) for name in MLP)
+            window = config.windows[layer] if config.windows else 0
             yield LayerWeights(
-                input_norm=self.norm(f"{prefix}input_layernorm"),
+                input_norm=norms[0],
                 qkv=tuple(self._projection(attention, name) for name in QKV),
-                qk_norm=self._qk_norm(attention) if self._config.qk_norm else None,
+                qk_norm=self._qk_norm(attention) if config.qk_norm else None,
                 output=self._projection(attention, "o_proj"),
-                post_attention_norm=self.norm(f"{prefix}post_attention_layernorm"),
-                gate=self._projection(mlp, "gate_proj"),
-                up=self._projection(mlp, "up_proj"),
-                down=self._projection(mlp, "down_proj"),
+                post_attention_norm=norms[2] if config.norms_results else norms[1],
+                gate=gate,
+                up=up,
+                down=down,
+                router=None if config.experts is None else self._projection(prefix, ROUTER),
+                output_norm=norms[1] if config.norms_results else None,
+                result_norm=norms[3] if config.norms_results else None,
+                window=window,
+                rotary=int(window > 0 and config.local_frequencies is not None),
             )
 
     def weight(self, module: str) -> Weight:
         return read_tensor(self._tensors[f"{module}.weight"])
 
     def norm(self, module: str) -> NormWeights:
-        return NormWeights(self.weight(module).to_float32(), self._config.epsilon)
+        weight = self.weight(module).to_float32() + np.float32(self._config.norm_offset)
+        return NormWeights(weight, self._config.epsilon)
+
+    def _feed_forward(self, layer: int, name: str) -> Projection:
+        experts = self._config.experts
+        if experts is None:
+            return self._projection(f"{layer_prefix(layer)}mlp.", name)
+        stacked = self._tensors.get(f"{expert_projection(layer, name)}.weight")
+        if stacked is not None:
+            weight = read_tensor(stacked)
+            return Projection(Weight(weight.array.reshape(-1, weight.array.shape[-1]), weight.dtype))
+        each = [self.weight(expert_projection(layer, name, expert)) for expert in range(experts.count)]
+        if len({weight.dtype for weight in each}) > 1:
+            return Projection(Weight(np.concatenate([weight.to_float32() for weight in each]), "F32"))
+        return Projection(Weight(np.concatenate([weight.array for weight in each]), each[0].dtype))
 
     def _projection(self, prefix: str, name: str) -> Projection:
         biased = name in self._config.biases

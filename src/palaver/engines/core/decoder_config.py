@@ -1,4 +1,5 @@
-"""Plain decoders that are recognised by their configuration alone, without the transformers library.
+"""Decoders that are recognised by their configuration alone, without the transformers library: plain ones, and for
+compiled steps those with experts, windows of attention or the norms and caps of Gemma.
 
 A configuration is accepted only if all of its settings that matter are known, rotary embeddings included. Any doubt is
 an UnsupportedModel: the library's own code then runs the model, or its modules show that it is a plain decoder after
@@ -96,6 +97,14 @@ def _wavelengths(theta: float, head_dim: int) -> Floats:
 QKV = ("q_proj", "k_proj", "v_proj")
 ATTENTION = (*QKV, "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
+LAYER_NORMS = (
+    "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
+)  # fmt: skip
+"""The latter two where what attention and the feed-forward part add is normed."""
+ROUTER = "mlp.gate"
+MAX_LAYERS, MAX_EXPERTS = 10_000, 1024
+GELU_TANH = "gelu_pytorch_tanh"
+FULL_ATTENTION, WINDOW_ATTENTION = "full_attention", "sliding_attention"
 DEFAULT_THETA = 10_000.0
 GENERATION_PARAMETERS = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
 ROPE_KEYS: dict[str, tuple[frozenset[str], frozenset[str]]] = {
@@ -126,19 +135,52 @@ class Family:
     """Whether `sliding_window` only counts with `use_sliding_window`."""
     required: tuple[str, ...] = ()
     """Settings whose defaults differ from family to family."""
+    activation: str = "silu"
+    full_layers: int | None = None
+    """Where `layer_types` is missing, one layer of so many has no window; 0 if all have one. None if no layer may."""
+    gemma: bool = False
+    """Whether embeddings are scaled, scores by a setting of their own, weights of norms less 1, and what attention and
+    the feed-forward part add is normed."""
+    experts: bool = False
 
 
 FAMILIES = {
     "llama": Family(mlp_bias=True),
-    "mistral": Family(qkv_bias=False, required=("sliding_window",)),
+    "mistral": Family(qkv_bias=False, full_layers=0, required=("sliding_window",)),
     "qwen2": Family(qkv_bias=True, optional_window=True),
     "qwen3": Family(qk_norm=True, optional_window=True, required=("head_dim",)),
+    "qwen3_moe": Family(
+        qk_norm=True, optional_window=True, required=("head_dim", "norm_topk_prob", "decoder_sparse_step"), experts=True
+    ),
+    "gemma2": Family(
+        activation=GELU_TANH,
+        full_layers=2,
+        gemma=True,
+        required=("head_dim", "sliding_window", "query_pre_attn_scalar", "attn_logit_softcapping"),
+    ),
+    "gemma3_text": Family(
+        qk_norm=True,
+        activation=GELU_TANH,
+        full_layers=6,
+        gemma=True,
+        required=("head_dim", "sliding_window", "query_pre_attn_scalar"),
+    ),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertSizes:
+    """A feed-forward part of which each token chooses some experts."""
+
+    count: int
+    per_token: int
+    weighs_all: bool
+    """Whether an expert's weight is its share of all, not of the chosen ones."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecoderConfig:
-    """The sizes and parts of a plain decoder."""
+    """The sizes and parts of a decoder."""
 
     vocabulary_size: int
     hidden_size: int
@@ -155,13 +197,32 @@ class DecoderConfig:
     """The projections that have a bias."""
     qk_norm: bool
     frequencies: Frequencies
+    scale: float
+    """Of the products of queries and keys."""
+    windows: tuple[int, ...] = ()
+    """By layer, how many keys a query sees; 0 for all. Empty where no layer has a window."""
+    local_frequencies: Frequencies | None = None
+    """Of the layers with a window, where they differ."""
+    activation: str = "silu"
+    embedding_scale: float = 1.0
+    score_cap: float = 0.0
+    logit_cap: float = 0.0
+    """The limits that scores and logits are moved below; 0 for none."""
+    norms_results: bool = False
+    """Whether what attention and the feed-forward part add is normed."""
+    norm_offset: float = 0.0
+    """Added to the weights of norms."""
+    experts: ExpertSizes | None = None
+    """`intermediate_size` is that of an expert then."""
 
-    @property
-    def scale(self) -> float:
-        return self.head_dim**-0.5
+    def check_plain(self) -> None:
+        """Raises UnsupportedModel unless it is a plain decoder."""
+        _require(not any(self.windows), "a window of attention")
+        _require(self.experts is None, "experts")
+        _require(not self.norms_results, "other parts in its layers")
 
-    def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
-        """The tensors of the checkpoint."""
+    def tensor_shapes(self, stacked: bool = False) -> dict[str, tuple[int, ...]]:
+        """The tensors of the checkpoint. `stacked`: those of all experts are one tensor."""
         hidden, inner = (self.hidden_size,), (self.intermediate_size,)
         queries, keys = (self.num_heads * self.head_dim,), (self.num_kv_heads * self.head_dim,)
         outputs = {"q_proj": queries, "k_proj": keys, "v_proj": keys, "o_proj": hidden}
@@ -173,14 +234,28 @@ class DecoderConfig:
         for layer in range(self.num_layers):
             for name, size in outputs.items():
                 module = f"{layer_prefix(layer)}{'self_attn' if name in ATTENTION else 'mlp'}.{name}"
+                if self.experts is not None and name in MLP:
+                    shapes |= self._expert_shapes(layer, name, (*size, *inputs[name]), stacked)
+                    continue
                 shapes[f"{module}.weight"] = (*size, *inputs[name])
                 if name in self.biases:
                     shapes[f"{module}.bias"] = size
-            for name in ("input_layernorm", "post_attention_layernorm"):
+            if self.experts is not None:
+                shapes[f"{layer_prefix(layer)}{ROUTER}.weight"] = (self.experts.count, *hidden)
+            for name in LAYER_NORMS if self.norms_results else LAYER_NORMS[:2]:
                 shapes[f"{layer_prefix(layer)}{name}.weight"] = hidden
             for name in ("q_norm", "k_norm") if self.qk_norm else ():
                 shapes[f"{layer_prefix(layer)}self_attn.{name}.weight"] = (self.head_dim,)
         return shapes
+
+    def _expert_shapes(
+        self, layer: int, name: str, shape: tuple[int, ...], stacked: bool
+    ) -> dict[str, tuple[int, ...]]:
+        assert self.experts is not None
+        count = self.experts.count
+        if stacked:
+            return {f"{expert_projection(layer, name)}.weight": (count, *shape)}
+        return {f"{expert_projection(layer, name, expert)}.weight": shape for expert in range(count)}
 
     def joined_layers(self) -> Iterator[tuple[str, ...]]:
         """The linear layers, those together that are computed side by side."""
@@ -196,19 +271,28 @@ def layer_prefix(layer: int) -> str:
     return f"model.layers.{layer}."
 
 
+def expert_projection(layer: int, name: str, expert: int | None = None) -> str:
+    """The module of one expert, or of all of them."""
+    number = "" if expert is None else f".{expert}"
+    return f"{layer_prefix(layer)}mlp.experts{number}.{name}"
+
+
 FLOATS = frozenset({"F32", "F16", "BF16"})
 
 
 def read_decoder_config(
     checkpoint: Checkpoint, quantised: Collection[str] = (), quantization: Quantization | None = None
 ) -> DecoderConfig:
-    """Raises UnsupportedModel unless the configuration and the tensors are those of a plain decoder.
+    """Raises UnsupportedModel unless the configuration and the tensors are those of a decoder that is known.
 
     `quantised`: the types that matrices may have beside floats. `quantization`: how linear layers are stored."""
     config = _parse(checkpoint.config)
+    if checkpoint.header is not None:
+        config = replace(config, norm_offset=0.0)  # it is added in the file
     _require(quantization is not None or not checkpoint.config.get("quantization_config"), "quantised weights")
     _require(config.num_layers <= len(checkpoint.tensors), "more layers than weights")
-    expected: TensorShapes = {name: (shape,) for name, shape in config.tensor_shapes().items()}
+    stacked = config.experts is not None and f"{expert_projection(0, MLP[0])}.weight" in checkpoint.tensors
+    expected: TensorShapes = {name: (shape,) for name, shape in config.tensor_shapes(stacked).items()}
     found = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
     if quantization is not None:
         expected = _quantised_shapes(expected, quantization, found)
@@ -222,6 +306,13 @@ def read_decoder_config(
         known = tensor.dtype in FLOATS or (is_matrix and tensor.dtype in quantised)
         _require(known or name not in expected, f"weights of the type {tensor.dtype}")
     return config if checkpoint.rope_factors is None else _divide_frequencies(config, checkpoint.rope_factors)
+
+
+def read_plain_config(checkpoint: Checkpoint, quantization: Quantization | None = None) -> DecoderConfig:
+    """The same for plain decoders alone."""
+    config = read_decoder_config(checkpoint, quantization=quantization)
+    config.check_plain()
+    return config
 
 
 def _quantised_shapes(plain: TensorShapes, quantization: Quantization, found: Collection[str]) -> TensorShapes:
@@ -251,10 +342,8 @@ def _parse(config: Mapping[str, Any]) -> DecoderConfig:
     family = FAMILIES.get(str(config.get("model_type")))
     if family is None:
         raise UnsupportedModel("it is of another kind")
-    _require(config.get("hidden_act") == "silu", "another activation")
-    window = config.get("sliding_window") if not family.optional_window or config.get("use_sliding_window") else None
-    kinds = set(config.get("layer_types") or ())
-    _require(not window and kinds <= {"full_attention"}, "a window of attention")
+    _require(config.get("hidden_activation", config.get("hidden_act")) == family.activation, "another activation")
+    _require(not config.get("use_bidirectional_attention"), "attention to later tokens")
     for name in family.required:
         _require(name in config, f"no setting {name}")
     heads, hidden = _positive(config, "num_attention_heads"), _positive(config, "hidden_size")
@@ -263,22 +352,64 @@ def _parse(config: Mapping[str, Any]) -> DecoderConfig:
     head_dim = hidden // heads if implicit else _positive(config, "head_dim")
     kv_heads = _positive(config, "num_key_value_heads")
     _require(heads % kv_heads == 0 and head_dim % 2 == 0, "sizes that don't fit each other")
-    max_position = _positive(config, "max_position_embeddings")
+    max_position, num_layers = _positive(config, "max_position_embeddings"), _positive(config, "num_hidden_layers")
+    _require(num_layers <= MAX_LAYERS, "more layers than weights")
+    experts = _experts(config) if family.experts else None
+    frequencies, local_frequencies = _all_frequencies(config, head_dim, max_position)
     return DecoderConfig(
         vocabulary_size=_positive(config, "vocab_size"),
         hidden_size=hidden,
-        intermediate_size=_positive(config, "intermediate_size"),
-        num_layers=_positive(config, "num_hidden_layers"),
+        intermediate_size=_positive(config, "intermediate_size" if experts is None else "moe_intermediate_size"),
+        num_layers=num_layers,
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         max_position=max_position,
         epsilon=_number(config, "rms_norm_eps"),
-        tied=_flag(config, "tie_word_embeddings"),
+        tied=_flag(config, "tie_word_embeddings", family.gemma),
         biases=_biases(family, config),
         qk_norm=family.qk_norm,
-        frequencies=_frequencies(config, head_dim, max_position),
+        frequencies=frequencies,
+        scale=(_positive_number(config, "query_pre_attn_scalar") if family.gemma else head_dim) ** -0.5,
+        windows=_windows(family, config, num_layers),
+        local_frequencies=local_frequencies,
+        activation=family.activation,
+        embedding_scale=math.sqrt(hidden) if family.gemma else 1.0,
+        score_cap=_cap(config, "attn_logit_softcapping"),
+        logit_cap=_cap(config, "final_logit_softcapping"),
+        norms_results=family.gemma,
+        norm_offset=1.0 if family.gemma else 0.0,
+        experts=experts,
     )
+
+
+def _windows(family: Family, config: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
+    counts = not family.optional_window or config.get("use_sliding_window")
+    window: Any = config.get("sliding_window") if counts else None
+    kinds = config.get("layer_types")
+    if not window and set(kinds or ()) <= {FULL_ATTENTION}:
+        return ()
+    _require(type(window) is int and window > 0 and family.full_layers is not None, "a window of attention")
+    if kinds is None:
+        pattern: Any = config.get("sliding_window_pattern") or family.full_layers
+        _require(type(pattern) is int, "an unknown kind of attention")
+        full = [pattern > 0 and (layer + 1) % pattern == 0 for layer in range(num_layers)]
+        kinds = [FULL_ATTENTION if is_full else WINDOW_ATTENTION for is_full in full]
+    _require(isinstance(kinds, list) and len(kinds) == num_layers, "an unknown kind of attention")
+    _require(set(kinds) <= {FULL_ATTENTION, WINDOW_ATTENTION}, "an unknown kind of attention")
+    return tuple(window if kind == WINDOW_ATTENTION else 0 for kind in kinds)
+
+
+def _experts(config: Mapping[str, Any]) -> ExpertSizes:
+    count = _positive(config, "num_experts" if "num_experts" in config else "num_local_experts")
+    chosen = _positive(config, "num_experts_per_tok")
+    _require(chosen <= count <= MAX_EXPERTS, "sizes that don't fit each other")
+    _require(config.get("decoder_sparse_step") == 1 and not config.get("mlp_only_layers"), "layers without experts")
+    return ExpertSizes(count, chosen, weighs_all=not _flag(config, "norm_topk_prob"))
+
+
+def _cap(config: Mapping[str, Any], name: str) -> float:
+    return 0.0 if config.get(name) is None else _positive_number(config, name)
 
 
 def _biases(family: Family, config: Mapping[str, Any]) -> frozenset[str]:
@@ -286,6 +417,26 @@ def _biases(family: Family, config: Mapping[str, Any]) -> frozenset[str]:
     if family.qkv_bias is not None:
         return frozenset((*QKV, *mlp) if family.qkv_bias else mlp)
     return frozenset((*ATTENTION, *mlp) if _flag(config, "attention_bias") else mlp)
+
+
+def _all_frequencies(
+    config: Mapping[str, Any], head_dim: int, max_position: int
+) -> tuple[Frequencies, Frequencies | None]:
+    """Those of all layers, or of those without a window and those with one."""
+    by_layer = config.get("rope_parameters")
+    if isinstance(by_layer, Mapping) and FULL_ATTENTION in by_layer:
+        _require(by_layer.keys() == {FULL_ATTENTION, WINDOW_ATTENTION}, "an unknown rotary embedding")
+        rest = {name: value for name, value in config.items() if name not in ("rope_parameters", "rope_scaling")}
+        full, local = (
+            _frequencies({**rest, "rope_parameters": by_layer[kind]}, head_dim, max_position)
+            for kind in (FULL_ATTENTION, WINDOW_ATTENTION)
+        )
+        return full, local
+    found = _frequencies(config, head_dim, max_position)
+    if "rope_local_base_freq" not in config:
+        return found, None
+    theta = _positive_number(config, "rope_local_base_freq")
+    return found, Frequencies(default_frequencies(theta, head_dim), 1.0)
 
 
 def _frequencies(config: Mapping[str, Any], head_dim: int, max_position: int) -> Frequencies:
@@ -334,9 +485,15 @@ def _number(config: Mapping[str, Any], name: str) -> float:
     return float(value)  # type: ignore[arg-type]
 
 
-def _flag(config: Mapping[str, Any], name: str) -> bool:
-    """False where it is missing, as in the library for these families."""
-    value = config.get(name, False)
+def _positive_number(config: Mapping[str, Any], name: str) -> float:
+    value = _number(config, name)
+    _require(value > 0, f"no setting {name}")
+    return value
+
+
+def _flag(config: Mapping[str, Any], name: str, default: bool = False) -> bool:
+    """The default where it is missing, as in the library for these families."""
+    value = config.get(name, default)
     if type(value) is not bool:
         raise UnsupportedModel(f"it has no setting {name}")
     return value

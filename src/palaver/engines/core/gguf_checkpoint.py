@@ -1,4 +1,4 @@
-"""A GGUF file of a plain decoder, in the terms of a folder with config.json and safetensors.
+"""A GGUF file of a decoder that compiled steps run, in the terms of a folder with config.json and safetensors.
 
 A file is accepted only if every setting of its architecture is known; the rest is checked as for folders
 (`decoder_config.py`). llama.cpp runs all other files."""
@@ -14,11 +14,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from palaver.engines.core.checkpoint import Checkpoint, StoredTensor
-from palaver.engines.core.decoder_config import FAMILIES, layer_prefix
+from palaver.engines.core.decoder_config import GELU_TANH, ROUTER, layer_prefix
 from palaver.engines.core.runner import UnsupportedModel
 from palaver.errors import BrokenModel
 from palaver.gguf import GGUFHeader, Tensor, read_gguf
 
+MODEL_TYPES = {
+    "llama": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "qwen3moe": "qwen3_moe",
+    "gemma2": "gemma2",
+    "gemma3": "gemma3_text",
+}
+"""llama.cpp's names of architectures, and those of config.json. Mistral is a llama there."""
 PAIRED = {"llama": ("attn_q", "attn_k")}
 """The tensors whose rows lie in pairs that turn together, by architecture."""
 ROPE_FACTORS = "rope_freqs.weight"
@@ -45,6 +54,17 @@ _KNOWN = frozenset({
     "attention.value_length", "attention.sliding_window", "expert_count", "expert_used_count", "rope.dimension_count",
     "rope.freq_base", "rope.scaling.type", "rope.scaling.finetuned", "vocab_size",
 })  # fmt: skip
+_ALSO_KNOWN = {
+    "qwen3moe": {"expert_feed_forward_length"},
+    "gemma2": {"attn_logit_softcapping", "final_logit_softcapping"},
+    "gemma3": {"final_logit_softcapping", "attention.sliding_window_pattern", "rope.freq_base_swa"},
+}
+"""The settings of some architectures alone."""
+GEMMA2_WINDOW, GEMMA2_SCORE_CAP, GEMMA2_LOGIT_CAP = 4096, 50.0, 30.0
+GEMMA3_PATTERN, GEMMA3_LOCAL_THETA = 6, 10_000.0
+"""What llama.cpp takes where a file does not say it."""
+LARGEST_GEMMA = {"gemma2": 46, "gemma3": 62}
+"""The layers of the model with 27 billion parameters, which divides scores by another number than the others."""
 _OUTER_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LAYER_NAMES = {
     "attn_norm": "input_layernorm",
@@ -58,17 +78,26 @@ _LAYER_NAMES = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": ROUTER,
+    "ffn_gate_exps": "mlp.experts.gate_proj",
+    "ffn_up_exps": "mlp.experts.up_proj",
+    "ffn_down_exps": "mlp.experts.down_proj",
+}
+_GEMMA_NAMES = _LAYER_NAMES | {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
 }
 
 
 def open_gguf_checkpoint(file: Path) -> Checkpoint:
-    """Reads the header only. Raises BrokenModel, and UnsupportedModel unless all settings are those of a plain
-    decoder."""
+    """Reads the header only. Raises BrokenModel, and UnsupportedModel unless all settings are known."""
     header = read_gguf(file)
     settings = _settings(header)
     names = {tensor.name for tensor in header.tensors}
     config = _config(header, settings, names)
-    tensors = {_name(tensor.name): _stored(header, settings, tensor) for tensor in header.tensors}
+    layer_names = _GEMMA_NAMES if header.architecture in LARGEST_GEMMA else _LAYER_NAMES
+    tensors = {_name(tensor.name, layer_names): _stored(header, settings, tensor) for tensor in header.tensors}
     factors = tensors.pop(ROPE_FACTORS, None)
     return Checkpoint(
         name=header.name,
@@ -83,16 +112,18 @@ def open_gguf_checkpoint(file: Path) -> Checkpoint:
 
 def _settings(header: GGUFHeader) -> dict[str, Any]:
     """The settings of the architecture. Raises UnsupportedModel where one is not known or can't be followed."""
-    _require(header.architecture in FAMILIES, "it is of another kind")
+    _require(header.architecture in MODEL_TYPES, "it is of another kind")
     _require(header.metadata.get("general.type", "model") == "model", "it is no model")
     prefix = f"{header.architecture}."
     settings = {key.removeprefix(prefix): value for key, value in header.metadata.items() if key.startswith(prefix)}
-    unknown = sorted(set(settings) - _KNOWN)
+    unknown = sorted(set(settings) - _KNOWN - _ALSO_KNOWN.get(header.architecture, set()))
     _require(not unknown, f"it has the unknown setting {unknown[0] if unknown else ''}")
-    _require(not settings.get("expert_count") and not settings.get("expert_used_count"), "it has experts")
+    if header.architecture != "qwen3moe":
+        _require(not settings.get("expert_count") and not settings.get("expert_used_count"), "it has experts")
     _require(settings.get("vocab_size", len(header.pieces)) == len(header.pieces), "it has another vocabulary")
-    window = settings.get("attention.sliding_window") or math.inf
-    _require(window >= settings.get("context_length", 0), "it has a window of attention")
+    if header.architecture not in LARGEST_GEMMA:
+        window = settings.get("attention.sliding_window") or math.inf
+        _require(window >= settings.get("context_length", 0), "it has a window of attention")
     key_length = settings.get("attention.key_length")
     for name in ("attention.value_length", "rope.dimension_count"):
         _require(settings.get(name, _head_dim(settings)) == _head_dim(settings), "it has heads of several sizes")
@@ -112,7 +143,7 @@ def _config(header: GGUFHeader, settings: Mapping[str, Any], names: set[str]) ->
     """The same as a config.json."""
     return {
         **{name: settings.get(key) for key, name in _SIZES.items()},
-        "model_type": header.architecture,
+        "model_type": MODEL_TYPES[header.architecture],
         "hidden_act": "silu",
         "vocab_size": len(header.pieces),
         "head_dim": _head_dim(settings),
@@ -121,7 +152,44 @@ def _config(header: GGUFHeader, settings: Mapping[str, Any], names: set[str]) ->
         "attention_bias": "blk.0.attn_q.bias" in names,
         "mlp_bias": "blk.0.ffn_gate.bias" in names,
         "rope_parameters": _rope_parameters(settings),
+        **_special(header.architecture, settings),
     }
+
+
+def _special(architecture: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What only some architectures have."""
+    match architecture:
+        case "qwen3moe":
+            return {
+                "num_experts": settings.get("expert_count"),
+                "num_experts_per_tok": settings.get("expert_used_count"),
+                "moe_intermediate_size": settings.get("expert_feed_forward_length"),
+                "norm_topk_prob": True,
+                "decoder_sparse_step": 1,
+            }
+        case "gemma2":
+            return _gemma(architecture, settings) | {
+                "sliding_window": settings.get("attention.sliding_window", GEMMA2_WINDOW),
+                "attn_logit_softcapping": settings.get("attn_logit_softcapping", GEMMA2_SCORE_CAP),
+                "final_logit_softcapping": settings.get("final_logit_softcapping", GEMMA2_LOGIT_CAP),
+            }
+        case "gemma3":
+            local_theta = settings.get("rope.freq_base_swa", GEMMA3_LOCAL_THETA)
+            return _gemma(architecture, settings) | {
+                "sliding_window": settings.get("attention.sliding_window"),
+                "sliding_window_pattern": settings.get("attention.sliding_window_pattern", GEMMA3_PATTERN),
+                "final_logit_softcapping": settings.get("final_logit_softcapping") or None,
+                "rope_local_base_freq": local_theta,
+            }
+    return {}
+
+
+def _gemma(architecture: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    scale: Any = _head_dim(settings)
+    hidden, heads = settings.get("embedding_length"), settings.get("attention.head_count")
+    if settings.get("block_count") == LARGEST_GEMMA[architecture] and type(hidden) is int and type(heads) is int:
+        scale = hidden // max(heads, 1)
+    return {"hidden_act": GELU_TANH, "query_pre_attn_scalar": scale}
 
 
 def _rope_parameters(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -132,15 +200,15 @@ def _rope_parameters(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {"rope_type": "default" if kind == "none" else kind, **found, **theta}
 
 
-def _name(name: str) -> str:
+def _name(name: str, layer_names: Mapping[str, str]) -> str:
     """The tensor's name in safetensors; its own where they have no such tensor."""
     module, _, part = name.rpartition(".")
     if module in _OUTER_NAMES:
         return f"{_OUTER_NAMES[module]}.{part}"
     prefix, _, inner = module.rpartition(".")
     block, _, layer = prefix.partition(".")
-    if block == "blk" and layer.isdecimal() and inner in _LAYER_NAMES:
-        return f"{layer_prefix(int(layer))}{_LAYER_NAMES[inner]}.{part}"
+    if block == "blk" and layer.isdecimal() and inner in layer_names:
+        return f"{layer_prefix(int(layer))}{layer_names[inner]}.{part}"
     return name
 
 

@@ -29,7 +29,7 @@ from palaver.engines.core.decoder_config import (
     DecoderConfig,
     decoder_info,
     layer_prefix,
-    read_decoder_config,
+    read_plain_config,
 )
 from palaver.engines.core.engine import LocalEngine
 from palaver.engines.core.kv_cache import SlotAllocator
@@ -232,7 +232,7 @@ def _plain_quantization(checkpoint: Checkpoint) -> Quantization | None:
     """The quantisation of a plain decoder, if it is read without the library."""
     try:
         quantization = read_quantization(checkpoint.config)
-        read_decoder_config(checkpoint, quantization=quantization)
+        read_plain_config(checkpoint, quantization)
     except UnsupportedModel:
         return None
     return quantization
@@ -249,7 +249,7 @@ def load_plain_model(
     """Raises UnsupportedModel unless the configuration is that of a plain decoder."""
     checkpoint = open_checkpoint(model)
     quantization = read_quantization(checkpoint.config)
-    config = read_decoder_config(checkpoint, quantization=quantization)
+    config = read_plain_config(checkpoint, quantization)
     info = decoder_info(checkpoint, config, options.context, str(device), str(dtype).removeprefix("torch."))
     check_fit(checkpoint, device, dtype, bool(options.compiled), quantization)
     library = start_library_build(checkpoint, device, dtype, options, quantization)

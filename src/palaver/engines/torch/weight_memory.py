@@ -11,7 +11,7 @@ from importlib.util import find_spec
 import torch
 
 from palaver.engines.core.checkpoint import Checkpoint
-from palaver.engines.core.decoder_config import read_decoder_config
+from palaver.engines.core.decoder_config import read_plain_config
 from palaver.engines.core.quantization_config import BITS_PER_WORD, Quantization
 from palaver.engines.torch.quantized_weights import block_words
 from palaver.engines.torch.tile_shapes import HEAD_SIZES
@@ -41,7 +41,7 @@ class WeightMemory:
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, quantization: Quantization, dtype: torch.dtype) -> WeightMemory:
-        config = read_decoder_config(checkpoint, quantization=quantization)
+        config = read_plain_config(checkpoint, quantization)
         shapes = config.tensor_shapes()
         floats = packed = dtype.itemsize * sum(map(math.prod, shapes.values()))
         packable, buffer, fits = 0, 0, config.head_dim in HEAD_SIZES
