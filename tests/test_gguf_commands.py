@@ -28,7 +28,7 @@ def sprout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_inspect_says_which_engine_why_and_how_fast(sprout: Path) -> None:
     found = inspected(sprout, "--device", "cpu")
-    assert found["engine"] == "compiled, because the model is a GGUF file of a plain decoder"
+    assert found["engine"] == "compiled, because the model is a GGUF file of a model that compiled steps know"
     assert found["computation"] == "compiled steps"
     assert found["exact results"] == BY_TEXT
     llamacpp = inspected(sprout, "--no-compile")
