@@ -15,7 +15,7 @@ from palaver.generation import Ended, Finish, Prompt
 from palaver.phases import Phase, Phases, RequiredGrammar, State, Trigger
 from palaver.sampling import Sampling
 from tests.engines.generate import Run, continued, run
-from tests.engines.tiny import CALL, CALL_END, END, THINK, THINK_END, VOCABULARY
+from tests.engines.tiny import CALL, CALL_END, END, START, THINK, THINK_END, VOCABULARY
 
 pytest.importorskip("llguidance")
 
@@ -106,6 +106,17 @@ async def test_no_thought_is_opened_where_thinking_is_off(engine: TorchEngine) -
     assert re.fullmatch(rb"[0-9]{3,5}<end>", text(out))
     for cut in range(len(out.ids)):
         assert out.ids[:cut] + (await run(engine, continued(prompt, out.ids[:cut]), eager)).ids == out.ids
+
+
+async def test_a_marker_of_several_parts_opens_no_thought_where_thinking_is_off(engine: TorchEngine) -> None:
+    """As in formats where a token begins a channel, and a word says that it is a thought."""
+    part_of_marker = State(Phase.CONTROL, (Trigger(START, 1), Trigger(b"mull", 2)), other=0)
+    thought = State(Phase.THINKING, (Trigger(THINK_END, 0),))
+    channels = Phases((State(Phase.ANSWER, (Trigger(START, 1),)), part_of_marker, thought), ends=frozenset({END}))
+    eager = sampling(DIGITS, logit_bias=((START, 1000.0),), max_tokens=12)
+    assert text(await run(engine, replace(PROMPT, phases=channels), eager)).startswith(b"<start>")
+    out = await run(engine, replace(PROMPT, phases=replace(channels, may_think=False)), eager)
+    assert re.fullmatch(rb"[0-9]{3,5}<end>", text(out))
 
 
 async def test_a_constrained_reply_cut_anywhere_goes_on_the_same(engine: TorchEngine) -> None:

@@ -107,9 +107,18 @@ class AnswerGrammar:
 
     def _leads_out(self, trigger: Trigger) -> bool:
         """After one thought no second one is allowed, and none where thinking is off: the answer must come."""
-        if self._is_thinking(trigger.to):
+        if self._opens_thought(trigger.to):
             return self._phases.may_think and not self._thought_closed
         return not self._is_answer(trigger.to)
+
+    def _opens_thought(self, state: int, before: frozenset[int] = frozenset()) -> bool:
+        """Whether the state is a thought, or inside of a marker of several parts that opens one and nothing else."""
+        here = self._phases.states[state]
+        if here.phase is not Phase.CONTROL or here.other is None:
+            return here.phase is Phase.THINKING
+        before |= {state}
+        following = {trigger.to for trigger in here.triggers} - before
+        return bool(following) and all(self._opens_thought(one, before) for one in following)
 
     def _continuing_ids(self, marker: bytes) -> set[int]:
         """Tokens that continue to spell this marker."""
