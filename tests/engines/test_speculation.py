@@ -3,7 +3,7 @@
 import asyncio
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +15,8 @@ from palaver.constraints import Constraint, Grammar, MarkerConstraint
 from palaver.engines.compiled.engine import load
 from palaver.engines.core.engine import LocalEngine
 from palaver.engines.core.options import EngineOptions
+from palaver.engines.core.request import SequenceState
+from palaver.engines.core.sampler import Logits
 from palaver.engines.core.scheduler import SchedulerLimits
 from palaver.engines.core.speculation import (
     ALLOWANCE,
@@ -22,6 +24,7 @@ from palaver.engines.core.speculation import (
     FIRST_CREDIT,
     FORGOTTEN_AFTER,
     GUESSED_EXTRA,
+    MAX_ROWS,
     NGRAM,
     OPENING_TOKENS,
     RESUME_TOKENS,
@@ -350,6 +353,46 @@ def test_an_expected_opening_is_computed_with_the_prompt(
     monkeypatch.setattr(DraftLookup, "propose", lambda *_: ())
     with engines(folder_of("qwen3")) as (drafting, plain):
         asyncio.run(compare(drafting, plain))
+
+
+@needs_a_compiler
+async def test_openings_of_many_prompts_are_no_larger_than_other_drafts(
+    folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of a pass with many prompts save nothing, and their logits take memory that stays."""
+    alike = Sampling(temperature=0, max_tokens=6, logit_bias=((ord("a"), 90.0),))
+    engine = load(folder_of("qwen3"), vocabulary=tiny.VOCABULARY)
+    scheduler, runner, letters = engine._scheduler, engine._runner, iter(range(33, 127))
+    step, verify = scheduler.step, runner.verify_drafts
+    sizes: list[list[int]] = []
+    assert verify is not None
+
+    def recorded(sequences: Sequence[SequenceState], drafts: Sequence[Sequence[int]]) -> Logits:
+        sizes.append([len(draft) for draft in drafts])
+        return verify(sequences, drafts)
+
+    async def reply_together(count: int) -> None:
+        """All prompts are there before the first pass begins."""
+        complete = False
+
+        def step_when_complete() -> None:
+            nonlocal complete
+            complete = complete or sum(scheduler.counts) == count
+            if complete:
+                step()
+
+        monkeypatch.setattr(scheduler, "step", step_when_complete)
+        prompts = [Prompt((*[next(letters)] * 9, *b" ok:")) for _ in range(count)]
+        await asyncio.gather(*(run(engine, prompt, alike) for prompt in prompts))
+
+    monkeypatch.setattr(DraftLookup, "propose", lambda *_: ())
+    monkeypatch.setattr(runner, "verify_drafts", recorded)
+    for count in (1, 1, 4, 5, 20):
+        await reply_together(count)
+    await engine.close()
+    assert [OPENING_TOKENS] * 4 in sizes
+    assert [MAX_ROWS // 5 - 1] * 5 in sizes
+    assert all(len(drafts) + sum(drafts) <= MAX_ROWS for drafts in sizes)
 
 
 SPROUT = Path(palaver.models.__file__).parent / "sprout"

@@ -317,10 +317,10 @@ class Scheduler:
     def _decode_openings(self, sequences: list[SequenceState]) -> bool:
         """Computes prompts to their ends and behind them what the replies are expected to begin with, then samples as
         `_decode_drafts`. Returns False, with nothing done, if nothing is expected."""
-        verify = self._runner.verify_drafts
-        if verify is None or not self._runner.drafts_after_prompts:
+        verify, most = self._runner.verify_drafts, MAX_ROWS // len(sequences) - 1
+        if verify is None or not self._runner.drafts_after_prompts or most < 1:
             return False
-        drafts = [self._expected_opening(sequence, OPENING_TOKENS) for sequence in sequences]
+        drafts = [self._expected_opening(sequence, most) for sequence in sequences]
         return any(drafts) and self._verify(sequences, drafts, verify) is not None
 
     def _verify(
