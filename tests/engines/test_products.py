@@ -30,6 +30,7 @@ BUILDS = {
     "avx-vnni": (("-mavx2", "-mfma", "-mf16c", "-mavxvnni"), "avx_vnni"),
     "avx512": (("-march=skylake-avx512",), "avx512bw"),
     "avx512-vnni": (("-march=cascadelake",), "avx512_vnni"),
+    "i8mm": (("-march=armv8.2-a+i8mm",), "i8mm"),
 }
 """The compiler's flags, and what the processor must have."""
 DTYPES = {name: number for number, name in enumerate((*FLOAT_ARRAYS, *QUANTISED))}
@@ -58,7 +59,7 @@ def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 @cache
 def cpu_features() -> frozenset[str]:
     lines = CPU.read_text("utf-8").splitlines() if CPU.exists() else []
-    return frozenset(next((line for line in lines if line.startswith("flags")), "").split())
+    return frozenset(next((line for line in lines if line.startswith(("flags", "Features"))), "").split())
 
 
 class Panels:
