@@ -108,15 +108,32 @@ async def test_no_thought_is_opened_where_thinking_is_off(engine: TorchEngine) -
         assert out.ids[:cut] + (await run(engine, continued(prompt, out.ids[:cut]), eager)).ids == out.ids
 
 
+CHANNELS = Phases(
+    states=(
+        State(Phase.ANSWER, (Trigger(START, 1),)),
+        State(Phase.CONTROL, (Trigger(START, 1), Trigger(b"mull", 2)), other=0),
+        State(Phase.THINKING, (Trigger(THINK_END, 0),)),
+    ),
+    ends=frozenset({END}),
+)
+"""As in formats where a token begins a channel, and a word says that it is a thought."""
+
+
 async def test_a_marker_of_several_parts_opens_no_thought_where_thinking_is_off(engine: TorchEngine) -> None:
-    """As in formats where a token begins a channel, and a word says that it is a thought."""
-    part_of_marker = State(Phase.CONTROL, (Trigger(START, 1), Trigger(b"mull", 2)), other=0)
-    thought = State(Phase.THINKING, (Trigger(THINK_END, 0),))
-    channels = Phases((State(Phase.ANSWER, (Trigger(START, 1),)), part_of_marker, thought), ends=frozenset({END}))
     eager = sampling(DIGITS, logit_bias=((START, 1000.0),), max_tokens=12)
-    assert text(await run(engine, replace(PROMPT, phases=channels), eager)).startswith(b"<start>")
-    out = await run(engine, replace(PROMPT, phases=replace(channels, may_think=False)), eager)
+    assert text(await run(engine, replace(PROMPT, phases=CHANNELS), eager)).startswith(b"<start>")
+    out = await run(engine, replace(PROMPT, phases=replace(CHANNELS, may_think=False)), eager)
     assert re.fullmatch(rb"[0-9]{3,5}<end>", text(out))
+
+
+@pytest.mark.parametrize("bias", [0.0, 1000.0])
+async def test_a_marker_of_several_parts_is_completed(engine: TorchEngine, bias: float) -> None:
+    """Other text, or the end, would come into the answer."""
+    prompt = replace(PROMPT, phases=CHANNELS)
+    eager = sampling(DIGITS, logit_bias=((START, bias), (END, bias)), max_tokens=12)
+    for begun in (b"", b"m", b"mul"):
+        out = await run(engine, continued(prompt, [START, *begun]), eager)
+        assert text(out).startswith(b"mull"[len(begun) :])
 
 
 async def test_a_constrained_reply_cut_anywhere_goes_on_the_same(engine: TorchEngine) -> None:

@@ -67,6 +67,11 @@ class AnswerGrammar:
     def apply_mask(self, changes: LogitsChanges, reply: ReplyState) -> None:
         """Forbids all tokens that neither the constraint nor an exit from the answer allows. Raises RequestError if the
         grammar exceeds its limits at this token."""
+        if self._is_part_of_opener(reply.state):
+            allowed = self._rest_of_marker(changes.size, reply)
+            if allowed.any():  # a continued reply may have other text there
+                changes.allow_only(allowed)
+            return
         if not self._is_answer(reply.state):
             if self._must_still_answer(reply.state):
                 changes.ban(reply.stop_token_ids)
@@ -102,8 +107,23 @@ class AnswerGrammar:
         ids = {t.marker for t in triggers if isinstance(t.marker, int)}
         ids |= reply.stop_token_ids if self._started else self._blank_ids
         for marker in _text_markers(triggers):
-            ids |= self._continuing_ids(marker)
+            ids |= self._continuing_ids(marker, self._partial_marker or b"")
         return ids
+
+    def _is_part_of_opener(self, state: int) -> bool:
+        """Whether the state is inside of a marker that opens a thought, and other text leads into the answer."""
+        other = self._phases.states[state].other
+        is_part = self._phases.states[state].phase is Phase.CONTROL and self._opens_thought(state)
+        return is_part and other is not None and self._is_answer(other)
+
+    def _rest_of_marker(self, size: int, reply: ReplyState) -> TokenMask:
+        """The tokens that continue a marker whose first part has come."""
+        triggers = [trigger for trigger in self._phases.states[reply.state].triggers if trigger.to != reply.state]
+        allowed = TokenMask(size)
+        allowed.add({trigger.marker for trigger in triggers if isinstance(trigger.marker, int)})
+        for marker in _text_markers(triggers):
+            allowed.add(self._continuing_ids(marker, reply.buffered))
+        return allowed
 
     def _leads_out(self, trigger: Trigger) -> bool:
         """After one thought no second one is allowed, and none where thinking is off: the answer must come."""
@@ -120,9 +140,8 @@ class AnswerGrammar:
         following = {trigger.to for trigger in here.triggers} - before
         return bool(following) and all(self._opens_thought(one, before) for one in following)
 
-    def _continuing_ids(self, marker: bytes) -> set[int]:
-        """Tokens that continue to spell this marker."""
-        written = self._partial_marker or b""
+    def _continuing_ids(self, marker: bytes, written: bytes) -> set[int]:
+        """Tokens that continue to spell this marker, of which so much is there."""
         if not marker.startswith(written) or marker == written:
             return set()
         rest = marker[len(written) :]
