@@ -17,9 +17,9 @@ ALIGNMENT = 32
 Array = np.ndarray[Any, np.dtype[Any]]
 CONTROL, USER_DEFINED, NORMAL, UNUSED, BYTE = 3, 4, 1, 5, 6
 FILE_TYPES = {"f32": 0, "f16": 1, "bf16": 32, "q4_0": 2, "q4_1": 3, "q8_0": 7, "q5_0": 8, "q5_1": 9}
-FILE_TYPES |= {"q4_k": 15, "q5_k": 17, "q6_k": 18}
+FILE_TYPES |= {"q4_k": 15, "q5_k": 17, "q6_k": 18, "mxfp4": 38}
 _TENSOR_TYPES = {"f32": 0, "f16": 1, "bf16": 30, "q4_0": 2, "q4_1": 3, "q5_0": 6, "q5_1": 7, "q8_0": 8}
-_TENSOR_TYPES |= {"q4_k": 12, "q5_k": 13, "q6_k": 14}
+_TENSOR_TYPES |= {"q4_k": 12, "q5_k": 13, "q6_k": 14, "mxfp4": 39}
 Kinds = str | Callable[[str], str]
 """The type of all matrices, or of the matrix of a name."""
 
@@ -137,7 +137,7 @@ def qwen3_tensors(folder: Path, kind: Kinds = "f32") -> dict[str, tuple[str, Arr
 
 def architecture(config: Mapping[str, Any]) -> str:
     """llama.cpp's name."""
-    names = {"mistral": "llama", "qwen3_moe": "qwen3moe", "gemma3_text": "gemma3"}
+    names = {"mistral": "llama", "qwen3_moe": "qwen3moe", "gemma3_text": "gemma3", "gpt_oss": "gpt-oss"}
     return names.get(config["model_type"], config["model_type"])
 
 
@@ -178,6 +178,13 @@ def _special_settings(config: Mapping[str, Any]) -> dict[str, Any]:
         case "gemma2":
             caps = {f"{name}_logit_softcapping": config[f"{name}_logit_softcapping"] for name in ("attn", "final")}
             return caps | {"attention.sliding_window": config["sliding_window"]}
+        case "gpt_oss":
+            return {
+                "expert_count": config["num_local_experts"],
+                "expert_used_count": config["num_experts_per_tok"],
+                "expert_feed_forward_length": config["intermediate_size"],
+                "attention.sliding_window": config["sliding_window"],
+            }
         case "gemma3_text":
             return {"attention.sliding_window": config["sliding_window"]}
     return {}
@@ -220,14 +227,14 @@ def decoder_tensors(folder: Path, kind: Kinds = "f32") -> dict[str, tuple[str, A
     is_gemma = architecture(config).startswith("gemma")
     named = {name: tensor.float().numpy() for name, tensor in load_file(folder / "model.safetensors").items()}
     for name, values in stack_experts(named, config.get("num_local_experts") or 0).items():
-        ours = _tensor_name(name, _GEMMA_NAMES if is_gemma else _LAYER_NAMES)
+        ours = _tensor_name(name, _OTHER_LAYER_NAMES.get(architecture(config), _LAYER_NAMES))
         module = ours.split(".")[-2]
         if is_gemma and values.ndim == 1:
             values = values + np.float32(1)
         if architecture(config) == "llama" and module in heads:
             halves = values.reshape(heads[module], 2, -1, *values.shape[1:])
             values = halves.swapaxes(1, 2).reshape(values.shape)
-        is_vector = values.ndim == 1 or module == "ffn_gate_inp"
+        is_vector = values.ndim == 1 or module == "ffn_gate_inp" or ours.endswith(".bias")
         out[ours] = ("f32" if is_vector else kind if isinstance(kind, str) else kind(ours), values)
     if config.get("tie_word_embeddings"):
         out.pop("output.weight", None)
@@ -240,12 +247,28 @@ def decoder_tensors(folder: Path, kind: Kinds = "f32") -> dict[str, tuple[str, A
 def stack_experts(named: Mapping[str, Array], count: int) -> dict[str, Array]:
     """The weights of all experts in one tensor."""
     plain = {name: values for name, values in named.items() if ".experts." not in name}
-    for name in named:
+    for name, values in named.items():
         before, found, behind = name.partition(".experts.0.")
         if found:
             experts = [named[f"{before}.experts.{number}.{behind}"] for number in range(count)]
             plain[f"{before}.experts.{behind}"] = np.stack(experts)
+        if ".experts." in name and name.rpartition(".")[2] in _OSS_PARTS:
+            plain |= _split_oss(name, values)
     return plain
+
+
+_OSS_PARTS = ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
+
+
+def _split_oss(name: str, values: Array) -> dict[str, Array]:
+    """The experts of gpt-oss: inputs come first, and gates take turns with what they gate."""
+    module, is_bias = name.removesuffix("_bias"), name.endswith("_bias")
+    part = "bias" if is_bias else "weight"
+    values = values if is_bias else values.swapaxes(1, 2)
+    if module.endswith(".down_proj"):
+        return {f"{module}.{part}": values}
+    prefix = module.removesuffix("gate_up_proj")
+    return {f"{prefix}{which}_proj.{part}": values[:, first::2] for first, which in enumerate(("gate", "up"))}
 
 
 def convert_adapter(adapter: Path, path: Path) -> Path:
@@ -325,11 +348,17 @@ _GEMMA_NAMES = _LAYER_NAMES | {
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }
+_OSS_NAMES = _LAYER_NAMES | {
+    "post_attention_layernorm": "post_attention_norm",
+    "self_attn.sinks": "attn_sinks",
+    "mlp.router": "ffn_gate_inp",
+}
+_OTHER_LAYER_NAMES = {"gemma2": _GEMMA_NAMES, "gemma3": _GEMMA_NAMES, "gpt-oss": _OSS_NAMES}
 _OUTER_NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
 
 def _tensor_name(name: str, layer_names: Mapping[str, str] = _LAYER_NAMES) -> str:
-    name, _, part = name.rpartition(".")
+    name, _, part = name.rpartition(".") if not name.endswith(".sinks") else (name, "", "weight")
     if name in _OUTER_NAMES:
         return f"{_OUTER_NAMES[name]}.{part}"
     _, _, layer, rest = name.split(".", 3)

@@ -10,9 +10,31 @@ from typing import Any
 import numpy as np
 
 Array = np.ndarray[Any, np.dtype[Any]]
-BLOCKS = {"q8_0": 32, "q4_0": 32, "q4_1": 32, "q5_0": 32, "q5_1": 32, "q4_k": 256, "q5_k": 256, "q6_k": 256}
+BLOCKS = {
+    "q8_0": 32,
+    "q4_0": 32,
+    "q4_1": 32,
+    "q5_0": 32,
+    "q5_1": 32,
+    "q4_k": 256,
+    "q5_k": 256,
+    "q6_k": 256,
+    "mxfp4": 32,
+}
 """Values of a block."""
-BLOCK_BYTES = {"q8_0": 34, "q4_0": 18, "q4_1": 20, "q5_0": 22, "q5_1": 24, "q4_k": 144, "q5_k": 176, "q6_k": 210}
+BLOCK_BYTES = {
+    "q8_0": 34,
+    "q4_0": 18,
+    "q4_1": 20,
+    "q5_0": 22,
+    "q5_1": 24,
+    "q4_k": 144,
+    "q5_k": 176,
+    "q6_k": 210,
+    "mxfp4": 17,
+}
+MXFP4_NUMBERS = np.array([0, 1, 2, 3, 4, 6, 8, 12], np.float32)
+"""Doubled."""
 
 
 def quantise(kind: str, values: Array) -> Array:
@@ -206,6 +228,22 @@ def _decode_q6_k(data: Array) -> Array:
     return (steps * (quants.reshape(-1, 16, 16).astype(np.float32) - 32)).reshape(len(data), 256)
 
 
+def _encode_mxfp4(blocks: Array) -> Array:
+    largest = np.abs(blocks).max(1, keepdims=True)
+    exponents = np.ceil(np.log2(np.maximum(largest, 1e-30) / 6)).astype(np.int64) + 127
+    steps = np.ldexp(np.float32(1), exponents - 128)
+    codes = np.abs(np.abs(blocks / steps)[:, :, None] - MXFP4_NUMBERS).argmin(2).astype(np.uint8)
+    return np.concatenate(
+        (exponents.astype(np.uint8), _join_nibbles(codes | (blocks < 0).astype(np.uint8) << 3)), axis=1
+    )
+
+
+def _decode_mxfp4(data: Array) -> Array:
+    codes = _split_nibbles(data[:, 1:])
+    steps = np.ldexp(np.float32(1), data[:, :1].astype(np.int64) - 128).astype(np.float32)
+    return steps * np.where(codes & 8, -1, 1).astype(np.float32) * MXFP4_NUMBERS[codes & 7]
+
+
 _ENCODERS: dict[str, Callable[[Array], Array]] = {
     "q8_0": _encode_q8_0,
     "q4_0": _encode_q4_0,
@@ -215,6 +253,7 @@ _ENCODERS: dict[str, Callable[[Array], Array]] = {
     "q4_k": _encode_q4_k,
     "q5_k": _encode_q5_k,
     "q6_k": _encode_q6_k,
+    "mxfp4": _encode_mxfp4,
 }
 _DECODERS: dict[str, Callable[[Array], Array]] = {
     "q8_0": _decode_q8_0,
@@ -225,4 +264,5 @@ _DECODERS: dict[str, Callable[[Array], Array]] = {
     "q4_k": _decode_q4_k,
     "q5_k": _decode_q5_k,
     "q6_k": _decode_q6_k,
+    "mxfp4": _decode_mxfp4,
 }

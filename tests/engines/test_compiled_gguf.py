@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from palaver.chat import engine_choice
 from palaver.chat.engine_choice import COMPILED, LoadOptions, check_engine_options, make_spec, pick_engine
@@ -205,21 +206,33 @@ SPECIAL: dict[str, tuple[str, dict[str, Any]]] = {
     "experts": ("qwen3_moe", {"moe_intermediate_size": 64}),
     "gemma2": ("gemma2", {}),
     "gemma3": ("gemma3", GEMMA3_LAYERS),
+    "gpt-oss": ("gpt_oss", {"intermediate_size": 128, **ROPES["default"]}),
 }
 SPECIAL_KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "experts": ("qwen3_moe", {**WHOLE, "moe_intermediate_size": 256, "num_experts": 8}),
     "gemma2": ("gemma2", WHOLE),
     "gemma3": ("gemma3", {**WHOLE, **GEMMA3_LAYERS}),
+    "gpt-oss": ("gpt_oss", {**WHOLE, "intermediate_size": 256}),
 }
 """With sizes of whole blocks of every type."""
 
 
-@pytest.mark.parametrize("name", SPECIAL)
+@pytest.mark.parametrize("name", [name for name in SPECIAL if name != "gpt-oss"])
 def test_bits_of_special_layers_are_those_of_the_folder(name: str, tmp_path: Path) -> None:
     family, overrides = SPECIAL[name]
     twins = Twins(tmp_path, family, **overrides)
     expected, found = (logits_of(decoder_of(model), [len(TEXT)]) for model in (twins.folder, twins.write()))
     assert np.array_equal(found, expected)
+
+
+@pytest.mark.parametrize("rope", ["default", "yarn"])
+@torch.inference_mode()
+def test_logits_of_gpt_oss_are_those_of_the_library(rope: str, tmp_path: Path) -> None:
+    """Whose angles llama.cpp computes from whole numbers of pairs."""
+    overrides: dict[str, Any] = {"intermediate_size": 128, **(ROPES[rope] if rope == "default" else {})}
+    file = Twins(tmp_path, "gpt_oss", **overrides).write()
+    expected = tiny.build("gpt_oss", **overrides)(input_ids=torch.tensor([TEXT])).logits[0].numpy()
+    assert np.abs(logits_of(decoder_of(file), [len(TEXT)]) - expected).max() < 1e-3
 
 
 @pytest.mark.parametrize("name", SPECIAL)
@@ -230,7 +243,7 @@ def test_logits_of_special_layers_are_those_of_llama_cpp(name: str, tmp_path: Pa
     assert deviation(logits_of(decoder_of(file), [len(TEXT)]), llama_logits(file)) < 2e-3
 
 
-@pytest.mark.parametrize("kind", ["q4_0", "q4_k", "q6_k", "q8_0", some_kinds], ids=kind_name)
+@pytest.mark.parametrize("kind", ["q4_0", "q4_k", "q6_k", "q8_0", "mxfp4", some_kinds], ids=kind_name)
 @pytest.mark.parametrize("name", SPECIAL_KINDS)
 def test_special_layers_with_quantised_weights(name: str, kind: Kinds, tmp_path: Path) -> None:
     """Logits are those of the same weights in float32, but where rounding decides between experts; bits are those of
@@ -253,6 +266,8 @@ SPECIAL_REFUSED: dict[str, tuple[str, Mapping[str, Any]]] = {
     "no window": ("gemma3", {"gemma3.attention.sliding_window": "small"}),
     "another pattern": ("gemma3", {"gemma3.attention.sliding_window_pattern": [1, 0, 1]}),
     "a picture encoder": ("gemma3", {"gemma3.mm.tokens_per_image": 256}),
+    "no sinks": ("gpt-oss", {"general.architecture": "qwen3moe"}),
+    "clamps of another number of layers": ("gpt-oss", {"gpt-oss.block_count": 2}),
     "a cap that is none": ("gemma2", {"gemma2.attn_logit_softcapping": "fifty"}),
 }
 

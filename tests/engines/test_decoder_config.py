@@ -75,6 +75,7 @@ def test_angles_are_those_of_the_library(rope: str, tmp_path: Path) -> None:
 PLAIN = ("llama", "qwen2", "qwen3")
 COMPILED = ("mistral", "qwen3_moe", "gemma2", "gemma3")
 """With windows, experts, or other norms: for compiled steps alone."""
+GGUF_ALONE = ("gpt_oss",)
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
@@ -100,7 +101,7 @@ def test_plain_decoders_alone(family: str, folder_of: Callable[[str], Path]) -> 
 def test_all_families_are_tried_here() -> None:
     """`test_compiled.py` compares the logits of each with the library's."""
     names = {"gemma3": "gemma3_text"}
-    assert {names.get(family, family) for family in (*PLAIN, *COMPILED)} == set(FAMILIES)
+    assert {names.get(family, family) for family in (*PLAIN, *COMPILED, *GGUF_ALONE)} == set(FAMILIES)
 
 
 SPECIAL: dict[str, tuple[str, dict[str, Any]]] = {

@@ -28,7 +28,7 @@ from palaver.engines.compiled.weights import (
     Projection,
     Weight,
 )
-from palaver.engines.core.decoder_config import GELU_TANH, DecoderConfig, ExpertSizes, Frequencies
+from palaver.engines.core.decoder_config import CLAMPED_SWIGLU, GELU_TANH, DecoderConfig, ExpertSizes, Frequencies
 from palaver.engines.core.kv_cache import HostArray, HostMemory, KVLayout, Slot, SlotPool, aligned_zeros
 from palaver.engines.core.request import SequenceState
 from palaver.engines.core.runner import SlotRunner, ThreadCounts, UnsupportedModel
@@ -45,7 +45,7 @@ TABLE_VERSION = 2
 MIN_POSITIONS = 1024
 _DTYPES = {name: number for number, name in enumerate((*FLOAT_ARRAYS, *QUANTISED))}
 """The numbers of the types of weights, as in panels.h."""
-_ACTIVATIONS = {"silu": 0, GELU_TANH: 1}
+_ACTIVATIONS = {"silu": 0, GELU_TANH: 1, CLAMPED_SWIGLU: 2}
 """The numbers of activations, as in step.c."""
 QKV_PARTS = 3
 NO_WINDOW = 1 << 30
@@ -319,6 +319,7 @@ class CompiledDecoder:
             router=_Matrix() if layer.router is None else self._matrix(layer.router, packer),
             gate_up_proj=(_Matrix * 2)(self._matrix(layer.gate, packer), self._matrix(layer.up, packer)),
             down_proj=self._matrix(layer.down, packer),
+            sinks=None if layer.sinks is None else self._pointer(layer.sinks),
             window=layer.window or NO_WINDOW,
             rotary=layer.rotary,
         )

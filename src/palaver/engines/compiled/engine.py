@@ -34,8 +34,8 @@ def load(
 ) -> LocalEngine:
     """Loads a model from a folder or a GGUF file and starts its thread.
 
-    Raises UnsupportedModel unless its configuration is that of a decoder that they know, CantCompile where there is no compiled
-    code, and a ModelError where its files can't be loaded.
+    Raises UnsupportedModel unless its configuration is that of a decoder that they know, CantCompile where there is no
+    compiled code, and a ModelError where its files can't be loaded.
     """
     options = options or EngineOptions()
     checkpoint, config = open_decoder(model)

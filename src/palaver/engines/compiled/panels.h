@@ -21,7 +21,7 @@
 #define OCTET 8     /* inputs whose quantised weights lie together */
 #define MAX_BLOCK 256
 
-enum dtype { FLOAT32, BFLOAT16, FLOAT16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K, DTYPES };
+enum dtype { FLOAT32, BFLOAT16, FLOAT16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K, MXFP4, DTYPES };
 
 typedef struct {
     int inputs, file_bytes; /* of a block of one output, as in a file */
@@ -43,6 +43,7 @@ static const layout LAYOUTS[DTYPES] = {
     [Q4_K] = {256, 144, 4, 2 * HALVES + 8 * 2 * PANEL, -1},
     [Q5_K] = {256, 176, 5, 2 * HALVES + 8 * 2 * PANEL, -1},
     [Q6_K] = {256, 210, 6, HALVES + 16 * PANEL, 32},
+    [MXFP4] = {32, 17, 5, HALVES, 12},
 };
 
 typedef struct {
@@ -99,6 +100,7 @@ typedef struct {
 
 ALWAYS block_scale read_block_scale(int64_t dtype, const char *block, int k) {
     const char *at = block + 2 * k * LANES;
+    if (dtype == MXFP4) return (block_scale){widened_brains(at), all(0)};
     return (block_scale){widened_halves(at), LAYOUTS[dtype].zero < 0 ? widened_halves(at + HALVES) : all(0)};
 }
 
@@ -156,7 +158,7 @@ static void read_output(const matrix *by, int64_t output, float *y) {
 
 /* A block of one output, taken apart: what each number of it takes in a panel. */
 typedef struct {
-    uint16_t scale, minimum; /* float16 */
+    uint16_t scale, minimum; /* float16; the scale of MXFP4 is bfloat16, which has all of its powers of two */
     uint8_t group_scales[16], group_minimums[16];
     uint8_t quants[MAX_BLOCK];
 } unpacked;
@@ -200,6 +202,14 @@ ALWAYS void unpack_q6_k(const uint8_t *lower, const uint8_t *upper, const uint8_
     for (int j = 0; j < 16; j++) to->group_scales[j] = scales[j] ^ 128; /* from -128..127 to 0..255 */
 }
 
+/* Numbers of four bits that are floats, doubled: whole numbers, here from 0 to 24. */
+static void unpack_mxfp4(const uint8_t *from, unpacked *to) {
+    static const uint8_t numbers[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+    unpack_nibbles(from + 1, NULL, to);
+    for (int j = 0; j < 32; j++) to->quants[j] = numbers[to->quants[j]];
+    to->scale = from[0] < 2 ? 0x20 << from[0] : (from[0] - 1) << 7; /* half of 2^(from[0] - 127) */
+}
+
 /* A block as it lies in a GGUF file. */
 static void unpack(int64_t dtype, const uint8_t *from, unpacked *to) {
     memcpy(&to->scale, from + (dtype == Q6_K ? 208 : 0), 2);
@@ -215,6 +225,7 @@ static void unpack(int64_t dtype, const uint8_t *from, unpacked *to) {
         case Q4_K: unpack_six_bits(from + 4, to), unpack_k(from + 16, NULL, to); break;
         case Q5_K: unpack_six_bits(from + 4, to), unpack_k(from + 48, from + 16, to); break;
         case Q6_K: unpack_q6_k(from, from + 128, from + 192, to); break;
+        case MXFP4: unpack_mxfp4(from, to); break;
     }
 }
 

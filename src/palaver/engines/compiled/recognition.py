@@ -8,7 +8,7 @@ from pathlib import Path
 from palaver.errors import ModelError
 from palaver.gguf import read_architecture
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3moe", "gemma2", "gemma3")
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3moe", "gemma2", "gemma3", "gpt-oss")
 """Those of `gguf_checkpoint.py`, which is slow to import."""
 
 

@@ -698,7 +698,8 @@ static void draw_weights(int dtype, int64_t blocks, uint8_t *to, uint32_t *state
         for (int i = 0; i < LAYOUTS[dtype].file_bytes; i++) to[i] = next_number(state) >> 24;
         if (is_quantised(dtype)) {
             const uint8_t scale[] = {0, dtype >= Q4_K ? 0x04 : 0x14}; /* float16: 2^-14 and 2^-10 */
-            memcpy(to + (dtype == Q6_K ? 208 : 0), scale, 2);
+            if (dtype == MXFP4) to[0] = 122; /* 2^-5 */
+            else memcpy(to + (dtype == Q6_K ? 208 : 0), scale, 2);
             if (LAYOUTS[dtype].zero < 0) memcpy(to + 2, scale, 2);
             continue;
         }

@@ -98,6 +98,12 @@ ALWAYS void fetch(const void *from, int64_t size) {
     for (int64_t at = 0; at < size; at += ALIGNMENT) __builtin_prefetch((const char *)from + at);
 }
 
+/* A vector of bfloat16 numbers. */
+ALWAYS vec widened_brains(const void *from) {
+    typedef uint16_t brains __attribute__((vector_size(32), aligned(2), may_alias));
+    return (vec)(__builtin_convertvector(*(const brains *)from, words) << 16);
+}
+
 /* A vector of float16 numbers. */
 ALWAYS vec widened_halves(const void *from) {
 #if defined(__AVX512F__)

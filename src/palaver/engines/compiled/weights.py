@@ -15,6 +15,7 @@ from palaver.engines.core.decoder_config import (
     MLP,
     QKV,
     ROUTER,
+    SINKS,
     DecoderConfig,
     expert_projection,
     layer_prefix,
@@ -25,7 +26,7 @@ from palaver.gguf import TENSOR_TYPES
 Floats = NDArray[np.float32]
 FLOAT_ARRAYS: dict[str, type[np.generic]] = {"F32": np.float32, "BF16": np.uint16, "F16": np.float16}
 """How numpy holds each type of floats: it has no bfloat16."""
-QUANTISED = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
+QUANTISED = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "MXFP4")
 """The other types of weights, as GGUF files have them."""
 _BLOCKS = {kind.name: kind for kind in TENSOR_TYPES.values()}
 
@@ -102,6 +103,8 @@ class LayerWeights:
     """Of what attention and the feed-forward part add."""
     window: int = 0
     """How many keys a query sees; 0 for all."""
+    sinks: Floats | None = None
+    """Of each head, a score that no key has."""
     rotary: int = 0
     """The number of the table by which queries and keys rotate."""
 
@@ -151,10 +154,11 @@ class _TensorReader:
                 gate=gate,
                 up=up,
                 down=down,
-                router=None if config.experts is None else self._projection(prefix, ROUTER),
+                router=self._router(prefix) if config.experts is not None else None,
                 output_norm=norms[1] if config.norms_results else None,
                 result_norm=norms[3] if config.norms_results else None,
                 window=window,
+                sinks=self.weight(f"{prefix}{SINKS}").to_float32() if config.sinks else None,
                 rotary=int(window > 0 and config.local_frequencies is not None),
             )
 
@@ -169,19 +173,30 @@ class _TensorReader:
         experts = self._config.experts
         if experts is None:
             return self._projection(f"{layer_prefix(layer)}mlp.", name)
-        stacked = self._tensors.get(f"{expert_projection(layer, name)}.weight")
-        if stacked is not None:
-            weight = read_tensor(stacked)
-            return Projection(Weight(weight.array.reshape(-1, weight.array.shape[-1]), weight.dtype))
-        each = [self.weight(expert_projection(layer, name, expert)) for expert in range(experts.count)]
+        stacked = expert_projection(layer, name)
+        if f"{stacked}.weight" in self._tensors:
+            weight = self.weight(stacked)
+            bias = self._bias(stacked).reshape(-1) if experts.biases else None
+            return Projection(Weight(weight.array.reshape(-1, weight.array.shape[-1]), weight.dtype), bias)
+        modules = [expert_projection(layer, name, expert) for expert in range(experts.count)]
+        each = [self.weight(module) for module in modules]
+        bias = np.concatenate([self._bias(module) for module in modules]) if experts.biases else None
         if len({weight.dtype for weight in each}) > 1:
-            return Projection(Weight(np.concatenate([weight.to_float32() for weight in each]), "F32"))
-        return Projection(Weight(np.concatenate([weight.array for weight in each]), each[0].dtype))
+            return Projection(Weight(np.concatenate([weight.to_float32() for weight in each]), "F32"), bias)
+        return Projection(Weight(np.concatenate([weight.array for weight in each]), each[0].dtype), bias)
+
+    def _router(self, prefix: str) -> Projection:
+        experts = self._config.experts
+        assert experts is not None
+        module = f"{prefix}{ROUTER}"
+        return Projection(self.weight(module), self._bias(module) if experts.biases else None)
 
     def _projection(self, prefix: str, name: str) -> Projection:
-        biased = name in self._config.biases
-        bias = read_tensor(self._tensors[f"{prefix}{name}.bias"]).to_float32() if biased else None
-        return Projection(self.weight(f"{prefix}{name}"), bias)
+        module = f"{prefix}{name}"
+        return Projection(self.weight(module), self._bias(module) if name in self._config.biases else None)
+
+    def _bias(self, module: str) -> Floats:
+        return read_tensor(self._tensors[f"{module}.bias"]).to_float32()
 
     def _qk_norm(self, prefix: str) -> NormWeights:
         query, key = (self.norm(f"{prefix}{name}") for name in ("q_norm", "k_norm"))

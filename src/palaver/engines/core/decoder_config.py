@@ -103,7 +103,10 @@ LAYER_NORMS = (
 """The latter two where what attention and the feed-forward part add is normed."""
 ROUTER = "mlp.gate"
 MAX_LAYERS, MAX_EXPERTS = 10_000, 1024
-GELU_TANH = "gelu_pytorch_tanh"
+SINKS = "self_attn.sinks"
+GELU_TANH, CLAMPED_SWIGLU = "gelu_pytorch_tanh", "clamped_swiglu"
+SWIGLU_LIMIT, SWIGLU_ALPHA = 7.0, 1.702
+"""Of clamped gates, as compiled steps have them."""
 FULL_ATTENTION, WINDOW_ATTENTION = "full_attention", "sliding_attention"
 DEFAULT_THETA = 10_000.0
 GENERATION_PARAMETERS = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
@@ -142,6 +145,8 @@ class Family:
     """Whether embeddings are scaled, scores by a setting of their own, weights of norms less 1, and what attention and
     the feed-forward part add is normed."""
     experts: bool = False
+    gpt_oss: bool = False
+    """Whether attention has sinks, and gates are clamped."""
 
 
 FAMILIES = {
@@ -165,6 +170,7 @@ FAMILIES = {
         gemma=True,
         required=("head_dim", "sliding_window", "query_pre_attn_scalar"),
     ),
+    "gpt_oss": Family(full_layers=2, required=("head_dim", "sliding_window"), experts=True, gpt_oss=True),
 }
 
 
@@ -176,6 +182,8 @@ class ExpertSizes:
     per_token: int
     weighs_all: bool
     """Whether an expert's weight is its share of all, not of the chosen ones."""
+    biases: bool = False
+    """Whether experts, and the router that chooses them, have biases."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -212,6 +220,8 @@ class DecoderConfig:
     """Whether what attention and the feed-forward part add is normed."""
     norm_offset: float = 0.0
     """Added to the weights of norms."""
+    sinks: bool = False
+    """Whether each head has a score that no key has, which takes its share of the weights."""
     experts: ExpertSizes | None = None
     """`intermediate_size` is that of an expert then."""
 
@@ -219,7 +229,7 @@ class DecoderConfig:
         """Raises UnsupportedModel unless it is a plain decoder."""
         _require(not any(self.windows), "a window of attention")
         _require(self.experts is None, "experts")
-        _require(not self.norms_results, "other parts in its layers")
+        _require(not self.norms_results and not self.sinks, "other parts in its layers")
 
     def tensor_shapes(self, stacked: bool = False) -> dict[str, tuple[int, ...]]:
         """The tensors of the checkpoint. `stacked`: those of all experts are one tensor."""
@@ -242,6 +252,10 @@ class DecoderConfig:
                     shapes[f"{module}.bias"] = size
             if self.experts is not None:
                 shapes[f"{layer_prefix(layer)}{ROUTER}.weight"] = (self.experts.count, *hidden)
+                if self.experts.biases:
+                    shapes[f"{layer_prefix(layer)}{ROUTER}.bias"] = (self.experts.count,)
+            if self.sinks:
+                shapes[f"{layer_prefix(layer)}{SINKS}.weight"] = (self.num_heads,)
             for name in LAYER_NORMS if self.norms_results else LAYER_NORMS[:2]:
                 shapes[f"{layer_prefix(layer)}{name}.weight"] = hidden
             for name in ("q_norm", "k_norm") if self.qk_norm else ():
@@ -252,10 +266,13 @@ class DecoderConfig:
         self, layer: int, name: str, shape: tuple[int, ...], stacked: bool
     ) -> dict[str, tuple[int, ...]]:
         assert self.experts is not None
-        count = self.experts.count
+        count, weights = self.experts.count, {"weight": shape}
+        if self.experts.biases:
+            weights["bias"] = shape[:1]
         if stacked:
-            return {f"{expert_projection(layer, name)}.weight": (count, *shape)}
-        return {f"{expert_projection(layer, name, expert)}.weight": shape for expert in range(count)}
+            return {f"{expert_projection(layer, name)}.{part}": (count, *one) for part, one in weights.items()}
+        experts = [expert_projection(layer, name, expert) for expert in range(count)]
+        return {f"{expert}.{part}": one for expert in experts for part, one in weights.items()}
 
     def joined_layers(self) -> Iterator[tuple[str, ...]]:
         """The linear layers, those together that are computed side by side."""
@@ -354,12 +371,13 @@ def _parse(config: Mapping[str, Any]) -> DecoderConfig:
     _require(heads % kv_heads == 0 and head_dim % 2 == 0, "sizes that don't fit each other")
     max_position, num_layers = _positive(config, "max_position_embeddings"), _positive(config, "num_hidden_layers")
     _require(num_layers <= MAX_LAYERS, "more layers than weights")
-    experts = _experts(config) if family.experts else None
+    experts = _experts(family, config) if family.experts else None
+    expert_size = "intermediate_size" if family.gpt_oss else "moe_intermediate_size"
     frequencies, local_frequencies = _all_frequencies(config, head_dim, max_position)
     return DecoderConfig(
         vocabulary_size=_positive(config, "vocab_size"),
         hidden_size=hidden,
-        intermediate_size=_positive(config, "intermediate_size" if experts is None else "moe_intermediate_size"),
+        intermediate_size=_positive(config, "intermediate_size" if experts is None else expert_size),
         num_layers=num_layers,
         num_heads=heads,
         num_kv_heads=kv_heads,
@@ -373,12 +391,13 @@ def _parse(config: Mapping[str, Any]) -> DecoderConfig:
         scale=(_positive_number(config, "query_pre_attn_scalar") if family.gemma else head_dim) ** -0.5,
         windows=_windows(family, config, num_layers),
         local_frequencies=local_frequencies,
-        activation=family.activation,
+        activation=CLAMPED_SWIGLU if family.gpt_oss else family.activation,
         embedding_scale=math.sqrt(hidden) if family.gemma else 1.0,
         score_cap=_cap(config, "attn_logit_softcapping"),
         logit_cap=_cap(config, "final_logit_softcapping"),
         norms_results=family.gemma,
         norm_offset=1.0 if family.gemma else 0.0,
+        sinks=family.gpt_oss,
         experts=experts,
     )
 
@@ -400,10 +419,14 @@ def _windows(family: Family, config: Mapping[str, Any], num_layers: int) -> tupl
     return tuple(window if kind == WINDOW_ATTENTION else 0 for kind in kinds)
 
 
-def _experts(config: Mapping[str, Any]) -> ExpertSizes:
+def _experts(family: Family, config: Mapping[str, Any]) -> ExpertSizes:
     count = _positive(config, "num_experts" if "num_experts" in config else "num_local_experts")
     chosen = _positive(config, "num_experts_per_tok")
     _require(chosen <= count <= MAX_EXPERTS, "sizes that don't fit each other")
+    if family.gpt_oss:
+        clamps = config.get("swiglu_limit", SWIGLU_LIMIT), config.get("swiglu_alpha", SWIGLU_ALPHA)
+        _require(clamps == (SWIGLU_LIMIT, SWIGLU_ALPHA), "another activation")
+        return ExpertSizes(count, chosen, weighs_all=False, biases=True)
     _require(config.get("decoder_sparse_step") == 1 and not config.get("mlp_only_layers"), "layers without experts")
     return ExpertSizes(count, chosen, weighs_all=not _flag(config, "norm_topk_prob"))
 

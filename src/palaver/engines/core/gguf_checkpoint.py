@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from palaver.engines.core.checkpoint import Checkpoint, StoredTensor
-from palaver.engines.core.decoder_config import GELU_TANH, ROUTER, layer_prefix
+from palaver.engines.core.decoder_config import GELU_TANH, ROUTER, SINKS, layer_prefix
 from palaver.engines.core.runner import UnsupportedModel
 from palaver.errors import BrokenModel
 from palaver.gguf import GGUFHeader, Tensor, read_gguf
@@ -26,8 +26,11 @@ MODEL_TYPES = {
     "qwen3moe": "qwen3_moe",
     "gemma2": "gemma2",
     "gemma3": "gemma3_text",
+    "gpt-oss": "gpt_oss",
 }
 """llama.cpp's names of architectures, and those of config.json. Mistral is a llama there."""
+EXPERTS = ("qwen3moe", "gpt-oss")
+WINDOWED = ("gemma2", "gemma3", "gpt-oss")
 PAIRED = {"llama": ("attn_q", "attn_k")}
 """The tensors whose rows lie in pairs that turn together, by architecture."""
 ROPE_FACTORS = "rope_freqs.weight"
@@ -56,6 +59,7 @@ _KNOWN = frozenset({
 })  # fmt: skip
 _ALSO_KNOWN = {
     "qwen3moe": {"expert_feed_forward_length"},
+    "gpt-oss": {"expert_feed_forward_length"},
     "gemma2": {"attn_logit_softcapping", "final_logit_softcapping"},
     "gemma3": {"final_logit_softcapping", "attention.sliding_window_pattern", "rope.freq_base_swa"},
 }
@@ -63,6 +67,8 @@ _ALSO_KNOWN = {
 GEMMA2_WINDOW, GEMMA2_SCORE_CAP, GEMMA2_LOGIT_CAP = 4096, 50.0, 30.0
 GEMMA3_PATTERN, GEMMA3_LOCAL_THETA = 6, 10_000.0
 """What llama.cpp takes where a file does not say it."""
+GPT_OSS_YARN = {"truncate": False}
+"""As the model was trained; files don't say it."""
 LARGEST_GEMMA = {"gemma2": 46, "gemma3": 62}
 """The layers of the model with 27 billion parameters, which divides scores by another number than the others."""
 _OUTER_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -74,6 +80,7 @@ _LAYER_NAMES = {
     "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm",
     "attn_output": "self_attn.o_proj",
+    "attn_sinks": SINKS,
     "ffn_norm": "post_attention_layernorm",
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
@@ -83,10 +90,17 @@ _LAYER_NAMES = {
     "ffn_up_exps": "mlp.experts.up_proj",
     "ffn_down_exps": "mlp.experts.down_proj",
 }
-_GEMMA_NAMES = _LAYER_NAMES | {
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
+_OTHER_LAYER_NAMES = {
+    "gpt-oss": _LAYER_NAMES | {"post_attention_norm": "post_attention_layernorm"},
+    **dict.fromkeys(
+        ("gemma2", "gemma3"),
+        _LAYER_NAMES
+        | {
+            "post_attention_norm": "post_attention_layernorm",
+            "ffn_norm": "pre_feedforward_layernorm",
+            "post_ffw_norm": "post_feedforward_layernorm",
+        },
+    ),
 }
 
 
@@ -96,7 +110,7 @@ def open_gguf_checkpoint(file: Path) -> Checkpoint:
     settings = _settings(header)
     names = {tensor.name for tensor in header.tensors}
     config = _config(header, settings, names)
-    layer_names = _GEMMA_NAMES if header.architecture in LARGEST_GEMMA else _LAYER_NAMES
+    layer_names = _OTHER_LAYER_NAMES.get(header.architecture, _LAYER_NAMES)
     tensors = {_name(tensor.name, layer_names): _stored(header, settings, tensor) for tensor in header.tensors}
     factors = tensors.pop(ROPE_FACTORS, None)
     return Checkpoint(
@@ -118,10 +132,10 @@ def _settings(header: GGUFHeader) -> dict[str, Any]:
     settings = {key.removeprefix(prefix): value for key, value in header.metadata.items() if key.startswith(prefix)}
     unknown = sorted(set(settings) - _KNOWN - _ALSO_KNOWN.get(header.architecture, set()))
     _require(not unknown, f"it has the unknown setting {unknown[0] if unknown else ''}")
-    if header.architecture != "qwen3moe":
+    if header.architecture not in EXPERTS:
         _require(not settings.get("expert_count") and not settings.get("expert_used_count"), "it has experts")
     _require(settings.get("vocab_size", len(header.pieces)) == len(header.pieces), "it has another vocabulary")
-    if header.architecture not in LARGEST_GEMMA:
+    if header.architecture not in WINDOWED:
         window = settings.get("attention.sliding_window") or math.inf
         _require(window >= settings.get("context_length", 0), "it has a window of attention")
     key_length = settings.get("attention.key_length")
@@ -166,6 +180,15 @@ def _special(architecture: str, settings: Mapping[str, Any]) -> dict[str, Any]:
                 "moe_intermediate_size": settings.get("expert_feed_forward_length"),
                 "norm_topk_prob": True,
                 "decoder_sparse_step": 1,
+            }
+        case "gpt-oss":
+            rope = _rope_parameters(settings)
+            return {
+                "num_experts": settings.get("expert_count"),
+                "num_experts_per_tok": settings.get("expert_used_count"),
+                "intermediate_size": settings.get("expert_feed_forward_length"),
+                "sliding_window": settings.get("attention.sliding_window"),
+                "rope_parameters": rope | (GPT_OSS_YARN if rope["rope_type"] == "yarn" else {}),
             }
         case "gemma2":
             return _gemma(architecture, settings) | {
