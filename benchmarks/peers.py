@@ -2,6 +2,7 @@
 
     python -m benchmarks.peers [--only palaver uncompiled llama.cpp vllm transformers] [--rounds 5] [--url NAME=URL]
     python -m benchmarks.peers --only gguf llama.cpp --shape 0.6B --gguf q8_0 --rounds 2
+    python -m benchmarks.peers --only gguf llama.cpp --shape 30B-A3B --layers 8 --gguf q4_k --temperature 1
     VLLM_PYTHON=~/vllm/bin/python python -m benchmarks.peers --only vllm-native vllm-exact vllm --temperature 0.8
 
 Each round asks every peer in turn, so that other load on the machine hits all of them alike; the figures are medians.
@@ -51,6 +52,7 @@ from safetensors.torch import load_file, save_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import palaver.models
+from benchmarks.random_gguf import SHAPES, write_random_gguf, write_shape
 from palaver.engines.base import Engine
 from palaver.engines.host.frames import EngineSpec
 from palaver.engines.host.supervisor import HostedEngine
@@ -194,12 +196,15 @@ SMALL_QWEN3 = {
 """The shape of Qwen3-0.6B."""
 
 
-def prepare(folder: Path, endless: bool = True, shape: str = "sprout") -> None:
-    """The embedded model in float32, or random weights of another shape with its tokenizer. `endless`: with a head in
-    which no token ends the turn."""
+def prepare(folder: Path, endless: bool = True, shape: str = "sprout", layers: int | None = None) -> None:
+    """The embedded model in float32, or random weights of another shape with its tokenizer; only the settings where the
+    shape is for GGUF files. `endless`: with a head in which no token ends the turn."""
     for path in SPROUT.iterdir():
         if path.suffix in (".json", ".jinja") and path.name != "evaluation.json":
             shutil.copy(path, folder)
+    if shape in SHAPES:
+        write_shape(folder, shape, layers)
+        return
     config = json.loads((folder / "config.json").read_text())
     config |= {"tie_word_embeddings": False, "dtype": "float32", "torch_dtype": "float32"}
     if shape == "sprout":
@@ -297,7 +302,10 @@ async def start_gguf_llamacpp(stack: AsyncExitStack, folder: Path, kind: str) ->
 
 def gguf_file(folder: Path, kind: str) -> Path:
     path = folder / f"model-{kind}.gguf"
-    return path if path.is_file() else convert_qwen3(folder, path, kind)
+    if path.is_file():
+        return path
+    is_random = not (folder / "model.safetensors").is_file()
+    return write_random_gguf(folder, path, kind) if is_random else convert_qwen3(folder, path, kind)
 
 
 async def start_uncompiled(stack: AsyncExitStack, folder: Path, kind: str) -> Peer:
@@ -499,8 +507,9 @@ async def main() -> int:
     parser.add_argument(
         "--threads", type=int, default=1, help="of every peer but a hosted engine, which decides itself"
     )
-    parser.add_argument("--gguf", choices=("f32", "f16", "q8_0", "q4_0", "q4_k"), default="f16")
-    parser.add_argument("--shape", choices=("sprout", "0.6B"), default="sprout")
+    parser.add_argument("--gguf", choices=("f32", "f16", "q8_0", "q4_0", "q4_k", "mxfp4"), default="f16")
+    parser.add_argument("--shape", choices=("sprout", "0.6B", *SHAPES), default="sprout")
+    parser.add_argument("--layers", type=int, help="fewer than the shape has, of those for GGUF files")
     parser.add_argument("--temperature", type=float, default=0.0, help="of all servers")
     parser.add_argument("--tokens", type=int, default=TOKENS, help="of each reply of the streams")
     parser.add_argument("--reply", type=int, default=REPLY, help="tokens of each reply of the conversation")
@@ -509,8 +518,8 @@ async def main() -> int:
     async with AsyncExitStack() as stack:
         folder = arguments.keep or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         folder.mkdir(exist_ok=True)
-        if not (folder / "model.safetensors").is_file():
-            prepare(folder, shape=arguments.shape)
+        if not (folder / "config.json").is_file():
+            prepare(folder, shape=arguments.shape, layers=arguments.layers)
         torch.set_num_threads(arguments.threads)
         peers = await start_all(stack, folder, arguments)
         for peer in peers:

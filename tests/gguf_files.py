@@ -7,7 +7,7 @@ import math
 import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,18 +24,36 @@ Kinds = str | Callable[[str], str]
 """The type of all matrices, or of the matrix of a name."""
 
 
+class Repeated(NamedTuple):
+    """So many times the same matrix, which is encoded once."""
+
+    values: Array
+    times: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.times, *self.values.shape
+
+
 def write_gguf(
-    path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, tuple[str, Array]] | None = None, version: int = 3
+    path: Path,
+    metadata: Mapping[str, Any],
+    tensors: Mapping[str, tuple[str, Array | Repeated]] | None = None,
+    version: int = 3,
 ) -> Path:
     """`tensors`: the type, such as "f32" or "q4_k", and the float values of each."""
     tensors = tensors or {}
-    encoded = {name: _encode_tensor(kind, values) for name, (kind, values) in tensors.items()}
+    known: dict[tuple[str, int], bytes] = {}
+    for kind, values in tensors.values():
+        if (kind, id(values)) not in known:
+            known[kind, id(values)] = _encode_tensor(kind, values)
+    encoded = {name: known[kind, id(values)] for name, (kind, values) in tensors.items()}
     head = [b"GGUF", struct.pack("<IQQ", version, len(tensors), len(metadata))]
     for key, value in metadata.items():
         head += [_text(key), _value(value)]
     offset = 0
     for name, (kind, values) in tensors.items():
-        head += [_text(name), struct.pack("<I", values.ndim)]
+        head += [_text(name), struct.pack("<I", len(values.shape))]
         head += [struct.pack("<Q", size) for size in reversed(values.shape)]
         head.append(struct.pack("<IQ", _TENSOR_TYPES[kind], offset))
         offset += _padded(len(encoded[name]))
@@ -78,7 +96,9 @@ def _value(value: Any) -> bytes:
             raise TypeError(type(value))
 
 
-def _encode_tensor(kind: str, values: Array) -> bytes:
+def _encode_tensor(kind: str, values: Array | Repeated) -> bytes:
+    if isinstance(values, Repeated):
+        return _encode_tensor(kind, values.values) * values.times
     if kind in BLOCKS:
         return quantise(kind, values).tobytes()
     if kind == "bf16":
