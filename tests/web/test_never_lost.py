@@ -208,6 +208,26 @@ def test_a_message_that_could_not_be_sent_stays_in_the_field(page: Page, served:
     expect(page.get_by_label("Message", exact=True)).to_have_value("please keep me")
 
 
+def test_a_browser_without_room_loses_no_text(page: Page, served: Served) -> None:
+    page.add_init_script("Storage.prototype.setItem = () => { throw new DOMException('full', 'QuotaExceededError') }")
+    page.goto(served.url)
+    ask(page, "first")
+    ended(page)
+    field = page.get_by_label("Message", exact=True)
+    held: list[Route] = []
+    page.route("**/say", lambda route: held.append(route))
+    with page.expect_request("**/say"):
+        ask(page, "second")
+    field.fill("typed meanwhile")
+    held[0].fulfill(status=507)
+    expect(page.get_by_role("alert")).to_be_visible()
+    expect(field).to_have_value("second\ntyped meanwhile")
+    page.evaluate("location.hash = ''")
+    expect(field).to_have_value("")
+    page.go_back()
+    expect(field).to_have_value("second\ntyped meanwhile")
+
+
 def _send_without_an_answer(page: Page, url: str, text: str) -> None:
     """The first request for this URL does not reach the server."""
     lost: list[Route] = []

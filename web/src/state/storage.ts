@@ -20,8 +20,12 @@ export function save(name: string, value: unknown): boolean {
   }
 }
 
+/** The values of this tab that the browser's storage has no room for, or forbids. They are lost with the page. */
+const unstored = new Map<string, unknown>()
+
 /** Reads a value of this tab, which survives a reload; undefined if there is none. */
 export function loadFromTab<T>(name: string): T | undefined {
+  if (unstored.has(name)) return unstored.get(name) as T
   try {
     const text = sessionStorage.getItem(`palaver.${name}`)
     return text === null ? undefined : (JSON.parse(text) as T)
@@ -30,12 +34,13 @@ export function loadFromTab<T>(name: string): T | undefined {
   }
 }
 
-/** Removes the entry if the value is null, or the storage full. Does nothing if the storage is forbidden. */
+/** Removes the entry if the value is null. */
 export function saveToTab(name: string, value: unknown): void {
+  unstored.delete(name)
   try {
     sessionStorage.removeItem(`palaver.${name}`)
     if (value !== null) sessionStorage.setItem(`palaver.${name}`, JSON.stringify(value))
   } catch {
-    // the value is lost with the page
+    if (value !== null) unstored.set(name, value)
   }
 }
