@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
@@ -20,7 +21,7 @@ from palaver.cli import app
 from palaver.client.discovery import find_server
 from palaver.commands.serve import _ensure_keys
 from palaver.models.resolver import resolve_folder
-from palaver.server.app import server_url
+from palaver.server.app import listen, server_url
 from palaver.server.settings import ServerSettings
 from palaver.store import open_store
 from tests.client.test_tls import made
@@ -158,6 +159,14 @@ def test_a_model_that_is_not_there_ends_it(tmp_path: Path) -> None:
     assert "Traceback" not in ran.stderr
 
 
+def _has_ipv6() -> bool:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True
+
+
 @pytest.mark.parametrize(
     ("host", "bound", "tls", "shown"),
     [
@@ -172,3 +181,12 @@ def test_the_url_has_the_address_that_the_server_has(host: str, bound: str, tls:
     with socket.create_server((bound, 0)) as listening:
         port = listening.getsockname()[1]
         assert server_url(ServerSettings(host=host), listening, tls) == f"{shown}:{port}"
+
+
+@pytest.mark.skipif(not _has_ipv6(), reason="no IPv6 on this machine")
+def test_a_server_at_all_ipv6_addresses_is_reached_at_its_url() -> None:
+    settings = ServerSettings(host="::", port=0)
+    with listen(settings) as listening:
+        url = urlsplit(server_url(settings, listening, tls=False))
+        assert url.port is not None
+        socket.create_connection((url.hostname, url.port)).close()

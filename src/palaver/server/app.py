@@ -262,7 +262,8 @@ def server_url(settings: ServerSettings, listening: socket.socket, tls: bool) ->
     other programs may listen: the URL has the one that the server has. Certificates are for names."""
     address, port = listening.getsockname()[:2]
     named = tls or not ip_address(address).is_loopback
-    host = "127.0.0.1" if settings.host in ("0.0.0.0", "::", "") else settings.host if named else address
+    loopback = "::1" if listening.family == socket.AF_INET6 else "127.0.0.1"
+    host = loopback if settings.host in ("0.0.0.0", "::", "") else settings.host if named else address
     shown = f"[{host}]" if ":" in host else host
     return f"{'https' if tls else 'http'}://{shown}:{port}{settings.prefix}"
 
