@@ -228,6 +228,13 @@ def test_a_browser_without_room_loses_no_text(page: Page, served: Served) -> Non
     expect(field).to_have_value("second\ntyped meanwhile")
 
 
+def test_a_browser_that_forbids_channels_between_tabs_shows_the_page(page: Page, served: Served) -> None:
+    page.add_init_script("BroadcastChannel = class { constructor() { throw new DOMException('no', 'SecurityError') } }")
+    page.goto(served.url)
+    ask(page, "Tell me")
+    whole(served, page)
+
+
 def _send_without_an_answer(page: Page, url: str, text: str) -> None:
     """The first request for this URL does not reach the server."""
     lost: list[Route] = []

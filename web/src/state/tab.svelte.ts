@@ -30,8 +30,12 @@ class Tab {
   /** Asks whether another tab has the name of this one, which then takes a new name. */
   start(): void {
     if (this.#channel) return
-    this.#channel = new BroadcastChannel('palaver.tabs')
-    this.#channel.onmessage = (event: MessageEvent<TabMessage>) => this.#handle(event.data)
+    try {
+      this.#channel = new BroadcastChannel('palaver.tabs')
+      this.#channel.onmessage = (event: MessageEvent<TabMessage>) => this.#handle(event.data)
+    } catch {
+      // a browser that forbids storage may forbid channels, too: each tab is alone then
+    }
     this.#post({ type: 'ask', name: this.name, asker: this.#instance })
     if (!this.confirmed) setTimeout(() => (this.confirmed = true), ANSWER_MS)
   }
