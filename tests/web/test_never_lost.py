@@ -199,6 +199,35 @@ def test_drafts_of_two_tabs_survive_a_reload(page: Page, served: Served) -> None
     fields[0].fill("")
 
 
+def test_a_draft_that_another_tab_sends_leaves_the_field(page: Page, served: Served) -> None:
+    page.goto(served.url)
+    other = page.context.new_page()
+    fields = [tab.get_by_label("Message", exact=True) for tab in (page, other)]
+    fields[0].fill("a draft")
+    other.goto(served.url)
+    expect(fields[1]).to_have_value("a draft")
+    fields[0].press("Enter")
+    ended(page)
+    expect(fields[1]).to_have_value("")
+    other.reload()
+    expect(fields[1]).to_have_value("")
+
+
+def test_a_draft_of_a_closed_tab_is_kept_though_another_tab_has_sent_a_newer_one(page: Page, served: Served) -> None:
+    closed = page.context.new_page()
+    for tab, text in ((closed, "older"), (page, "newer")):
+        tab.goto(served.url)
+        tab.get_by_label("Message", exact=True).fill(text)
+    field = page.get_by_label("Message", exact=True)
+    field.press("Enter")
+    ended(page)
+    page.wait_for_function("localStorage.getItem('palaver.draft.new')?.includes('older')")
+    closed.close()
+    page.goto(served.url)
+    expect(field).to_have_value("older")
+    field.fill("")
+
+
 def test_a_message_that_could_not_be_sent_stays_in_the_field(page: Page, served: Served) -> None:
     page.goto(served.url)
     refusal = '{"error": {"message": "No room.", "type": "x", "param": null, "code": null}}'

@@ -1,10 +1,11 @@
 // The unsent text and files of each conversation, with the idempotency key of the message: a message whose response is
 // lost is stored once.
 //
-// Each tab keeps its own drafts over a reload. The newest draft of all tabs is kept for tabs that are opened later.
+// Each tab keeps its own drafts over a reload. The newest draft of all tabs is shared with tabs that are opened later. When a tab
+// sends or deletes the shared draft, its copies in other tabs go, and a tab that has written something else shares that.
 import type { Attachment } from '../components/attachments'
 import { newKey } from '../transport/http'
-import { load, loadFromTab, save, saveToTab } from './storage'
+import { load, loadFromTab, parse, PREFIX, save, saveToTab } from './storage'
 
 export interface Draft {
   text: string
@@ -41,6 +42,18 @@ export function removeDraft(conversation: string | null, key: string): void {
   const name = storageKey(conversation)
   if (loadOwnDraft(conversation)?.key === key) saveToTab(name, null)
   if (validDraft(load(name, null))?.key === key) save(name, null)
+}
+
+/** Another tab removed the shared draft. Returns the key of the copy that this tab had of it, or null. */
+export function handleDraftRemoval({ key, oldValue, newValue }: StorageEvent): string | null {
+  if (!key?.startsWith(`${PREFIX}draft.`) || newValue !== null) return null
+  const name = key.slice(PREFIX.length)
+  const own = validDraft(loadFromTab(name) ?? null)
+  const removed = validDraft(parse(oldValue, null))
+  if (own === null || removed === null) return null
+  if (own.key === removed.key) saveToTab(name, null)
+  else save(name, own)
+  return own.key === removed.key ? own.key : null
 }
 
 function validDraft(stored: Draft | null): Draft | null {

@@ -1,8 +1,19 @@
 // Values in the browser's storage, such as drafts and the colour scheme. No sent message depends on them.
 
+/** The names of all values in the browser's storage begin so. */
+export const PREFIX = 'palaver.'
+
 export function load<T>(name: string, fallback: T): T {
   try {
-    const text = localStorage.getItem(`palaver.${name}`)
+    return parse(localStorage.getItem(PREFIX + name), fallback)
+  } catch {
+    return fallback
+  }
+}
+
+/** Reads a stored value. */
+export function parse<T>(text: string | null, fallback: T): T {
+  try {
     return text === null ? fallback : (JSON.parse(text) as T)
   } catch {
     return fallback
@@ -12,8 +23,8 @@ export function load<T>(name: string, fallback: T): T {
 /** Removes the entry if the value is empty. Returns false if the storage is full or forbidden. */
 export function save(name: string, value: unknown): boolean {
   try {
-    if (value === null || value === undefined || value === '') localStorage.removeItem(`palaver.${name}`)
-    else localStorage.setItem(`palaver.${name}`, JSON.stringify(value))
+    if (value === null || value === undefined || value === '') localStorage.removeItem(PREFIX + name)
+    else localStorage.setItem(PREFIX + name, JSON.stringify(value))
     return true
   } catch {
     return false
@@ -27,7 +38,7 @@ const unstored = new Map<string, unknown>()
 export function loadFromTab<T>(name: string): T | undefined {
   if (unstored.has(name)) return unstored.get(name) as T
   try {
-    const text = sessionStorage.getItem(`palaver.${name}`)
+    const text = sessionStorage.getItem(PREFIX + name)
     return text === null ? undefined : (JSON.parse(text) as T)
   } catch {
     return undefined
@@ -38,8 +49,8 @@ export function loadFromTab<T>(name: string): T | undefined {
 export function saveToTab(name: string, value: unknown): void {
   unstored.delete(name)
   try {
-    sessionStorage.removeItem(`palaver.${name}`)
-    if (value !== null) sessionStorage.setItem(`palaver.${name}`, JSON.stringify(value))
+    sessionStorage.removeItem(PREFIX + name)
+    if (value !== null) sessionStorage.setItem(PREFIX + name, JSON.stringify(value))
   } catch {
     if (value !== null) unstored.set(name, value)
   }
