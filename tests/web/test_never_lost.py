@@ -313,6 +313,41 @@ def test_a_message_of_a_closed_tab_is_sent_by_another(page: Page, served: Served
     whole(served, page)
 
 
+def _retry_and_queue(page: Page, served: Served) -> list[str]:
+    """A message behind the second reply, which is held. The roles of the messages that are stored then."""
+    served.hold()
+    last_reply(page).get_by_role("button", name="Retry").click()
+    expect(last_reply(page).locator(".thinking")).to_contain_text(HELD_AT)
+    ask(page, "queued")
+    return ["user", "assistant", "assistant"]
+
+
+def _roles(page: Page, served: Served) -> list[str]:
+    nodes = httpx.get(f"{served.url}/api/conversations/{conversation(page)}/nodes", timeout=PATIENCE).json()
+    return [node["role"] for node in nodes]
+
+
+def test_a_queued_message_waits_for_the_reply_that_it_was_queued_behind(page: Page, served: Served) -> None:
+    """Another reply to the same message is complete, in another tab and then in this one."""
+    page.goto(served.url)
+    ask(page, "first")
+    ended(page)
+    other = page.context.new_page()
+    other.goto(page.url)
+    ended(other)
+    stored = _retry_and_queue(page, served)
+    elsewhere = "Not sent, because it belongs to another branch"
+    expect(other.get_by_text(elsewhere)).to_be_visible()
+    page.get_by_role("button", name="Previous version").click()
+    expect(page.get_by_text(elsewhere)).to_be_visible()
+    assert _roles(page, served) == stored
+    page.get_by_role("button", name="Next version").click()
+    served.go_on()
+    expect(page.locator("article.user")).to_have_text(["first", "queued"])
+    whole(served, page)
+    assert _roles(page, served) == [*stored, "user", "assistant"]
+
+
 def test_a_duplicated_tab_is_another_one_and_sends_nothing_twice(page: Page, served: Served) -> None:
     page.goto(served.url)
     ask(page, "first")

@@ -185,6 +185,7 @@ export const strings = {
     waits: (messages: number) => (messages === 1 ? 'Sent when the reply ends' : 'Sent one by one, each when a reply ends'),
     held: 'Not sent, because the reply didn’t finish',
     left: 'Not sent, because its tab was closed',
+    elsewhere: 'Not sent, because it belongs to another branch',
     sendNow: 'Send now',
     edit: (text: string) => `Edit: ${text}`,
     editHint: 'Edit',

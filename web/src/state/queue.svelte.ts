@@ -6,6 +6,8 @@ import { load, save } from './storage'
 import { tab } from './tab.svelte'
 
 export interface QueuedMessage extends Draft {
+  /** The end of the branch on which it was queued; none if that was empty. */
+  behind?: string
   /** The tab that sends it, and since when, in milliseconds. */
   tab?: string
   since?: number
@@ -55,6 +57,12 @@ export function asSent(message: Draft, after: string): QueuedMessage {
   return { ...message, after, tab: tab.name, since: Date.now() }
 }
 
+/** The message as one that waits for the end of a reply on this branch. */
+export function asQueued(message: Draft, path: readonly Stored[]): QueuedMessage {
+  const leaf = path.at(-1)?.id
+  return leaf === undefined ? message : { ...message, behind: leaf }
+}
+
 /** The message as it is written. */
 export function asDraft({ text, files, key }: QueuedMessage): Draft {
   return { text, files, key }
@@ -69,6 +77,12 @@ export function isSentHere(message: QueuedMessage): boolean {
 export function isSentElsewhere(message: QueuedMessage): boolean {
   if (message.tab === undefined || isSentHere(message)) return false
   return tab.isOpen(message.tab) && Date.now() - (message.since ?? 0) < SENDING_MS
+}
+
+/** Whether the message was written on this branch. On another one it is not sent by itself. */
+export function belongsTo(message: QueuedMessage, path: readonly Stored[]): boolean {
+  const leaf = message.after ?? message.behind
+  return !leaf || path.some((one) => one.id === leaf)
 }
 
 /** Finds out which of the tabs that send these messages are closed. */
