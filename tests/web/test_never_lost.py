@@ -440,7 +440,8 @@ def test_an_edit_that_could_not_be_saved_stays_open_and_is_stored_once(page: Pag
     assert [node["role"] for node in nodes].count("user") == 3, "the first, and each edit once"
 
 
-def test_a_message_whose_answer_is_lost_does_not_come_back_to_the_field(page: Page, served: Served) -> None:
+@pytest.mark.parametrize("text", ["second", ""])
+def test_a_message_whose_answer_is_lost_does_not_come_back_to_the_field(page: Page, served: Served, text: str) -> None:
     page.goto(served.url)
     ask(page, "first")
     ended(page)
@@ -450,8 +451,13 @@ def test_a_message_whose_answer_is_lost_does_not_come_back_to_the_field(page: Pa
         route.abort()
 
     page.route("**/say", lose_the_answer)
-    ask(page, "second")
-    expect(page.locator("article.user")).to_have_text(["first", "second"])
+    file = FilePayload(name="notes.txt", mimeType="text/plain", buffer=b"Buy milk\n\n")
+    page.locator("form.composer input[type=file]").set_input_files(file)
+    remove = page.get_by_role("button", name="Remove notes.txt")
+    expect(remove).to_be_visible()
+    ask(page, text)
+    expect(page.locator("article.user")).to_have_count(2)
+    expect(remove).to_have_count(0)
     expect(page.get_by_label("Message", exact=True)).to_have_value("")
     whole(served, page)
 

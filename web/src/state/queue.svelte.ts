@@ -1,6 +1,7 @@
 // Messages that wait for the end of a reply or are being sent, by conversation; null: a new one. The browser stores them until
 // the server has.
-import type { Stored } from '../transport/types'
+import type { Attachment } from '../components/attachments'
+import type { Stored, StoredPart } from '../transport/types'
 import type { Draft } from './drafts'
 import { load, save } from './storage'
 import { tab } from './tab.svelte'
@@ -95,6 +96,12 @@ export function wasSent(message: Draft, path: readonly Stored[]): boolean {
   if (message.after === undefined) return false
   const place = message.after === '' ? 0 : path.findIndex((one) => one.id === message.after) + 1
   const next = message.after !== '' && place === 0 ? undefined : path[place]
-  const [part] = next?.parts ?? []
-  return next?.role === 'user' && part?.type === 'text' && part.text.trim() === message.text.trim()
+  const [part, ...others] = next?.parts ?? []
+  if (next?.role !== 'user' || part?.type !== 'text' || part.text.trim() !== message.text.trim()) return false
+  return others.length === message.files.length && message.files.every((file, index) => isFile(others[index]!, file))
+}
+
+function isFile(part: StoredPart, file: Attachment): boolean {
+  if ('blob' in file) return part.type === 'blob' && part.digest === file.blob.digest
+  return part.type === 'text' && part.text.endsWith(file.text)
 }
