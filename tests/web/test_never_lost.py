@@ -295,6 +295,33 @@ def test_a_first_message_survives_a_reload_before_its_conversation_exists(page: 
     expect(field).to_have_value("And then?")
 
 
+def test_a_reload_while_a_conversation_is_created_leaves_no_empty_one(page: Page, served: Served) -> None:
+    def count() -> int:
+        return len(httpx.get(f"{served.url}/api/conversations", timeout=PATIENCE).json())
+
+    page.goto(served.url)
+    before = count()
+    page.evaluate("() => { const send = fetch; fetch = (...all) => send(...all).then(() => new Promise(() => {})) }")
+    ask(page, "Tell me")
+    _until(page, lambda: count() == before + 1)
+    page.reload()
+    whole(served, page)
+    assert count() == before + 1
+
+
+def test_a_first_message_that_is_refused_can_be_sent_again(page: Page, served: Served) -> None:
+    """Its conversation was deleted: it gets another one."""
+    page.goto(served.url)
+    page.route("**/say", lambda route: route.fulfill(status=507))
+    ask(page, "Tell me")
+    field = page.get_by_label("Message", exact=True)
+    expect(page.get_by_role("alert")).to_be_visible()
+    expect(field).to_have_value("Tell me")
+    page.unroute("**/say")
+    field.press("Enter")
+    whole(served, page)
+
+
 def test_a_first_message_of_a_closed_tab_can_be_sent_by_another(page: Page, served: Served) -> None:
     page.goto(served.url)
     closed = page.context.new_page()

@@ -1,6 +1,6 @@
 // The state of the page: the session, the connection, the open conversation.
 import * as api from '../transport/api'
-import { ApiError, newKey } from '../transport/http'
+import { ApiError } from '../transport/http'
 import { Stream } from '../transport/stream'
 import type { Change, Create, Part } from '../transport/types'
 import { Conversation } from './conversation.svelte'
@@ -68,11 +68,14 @@ class Page {
     await this.conversation?.open(at)
   }
 
-  /** Creates a conversation and sends its first message. It is opened unless the user has navigated away. */
+  /**
+   * Creates a conversation and sends its first message. It is opened unless the user has navigated away. Its key comes from that of
+   * the message: a message that is sent again after a reload finds the conversation that was created for it.
+   */
   async startConversation(request: Create, parts: Part[], key: string, onCreate: (id: string) => void = () => undefined): Promise<SendResult> {
     let id: string
     try {
-      id = (await api.createConversation(request, newKey())).id
+      id = (await api.createConversation(request, `${key} conversation`)).id
     } catch (error) {
       notices.showError(error)
       return { sent: false, home: null }
