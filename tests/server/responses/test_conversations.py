@@ -49,6 +49,26 @@ def test_responses_and_items_are_of_the_same_conversation(client: openai.OpenAI,
     assert [node["role"] for node in path] == ["user", "assistant", "user", "assistant", "tool"]
 
 
+def test_a_last_item_of_the_assistant_is_stored(client: openai.OpenAI) -> None:
+    answer: Any = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Hi!"}]}
+    thought: Any = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "A greeting."}]}
+    call: Any = {"type": "function_call", "call_id": "c1", "name": "now", "arguments": "{}"}
+    result: Any = {"type": "function_call_output", "call_id": "c1", "output": "noon"}
+    made = client.conversations.create(items=[HELLO, answer])
+    added = client.conversations.items.create(made.id, items=[HELLO, thought, call])
+    assert [item.type for item in added.data] == ["message", "reasoning", "function_call"]
+    client.conversations.items.create(made.id, items=[result])
+    assert [item.type for item in client.conversations.items.create(made.id, items=[thought, answer]).data] == [
+        "reasoning",
+        "message",
+    ]
+    stored = [item.type for item in client.conversations.items.list(made.id, order="asc")]
+    exchange = ["message", "reasoning", "function_call", "function_call_output", "reasoning", "message"]
+    assert stored == ["message", "message", *exchange]
+    response = client.responses.create(model="sprout", input="What is 2 + 3?", conversation=made.id, temperature=0)
+    assert "5" in response.output_text
+
+
 def test_an_item_is_deleted(client: openai.OpenAI, live: LiveServer) -> None:
     call: Any = {"type": "function_call", "call_id": "c1", "name": "now", "arguments": "{}"}
     result: Any = {"type": "function_call_output", "call_id": "c1", "output": "noon"}

@@ -172,7 +172,8 @@ def page_items(items: list[dict[str, Any]], after: str | None, limit: int) -> In
 
 async def _messages(chat: ServerChat, state: ServerState, items: Sequence[InputItem]) -> tuple[Message, ...]:
     try:
-        request = ChatRequest.model_validate({"messages": chat_messages(await resolve_references(chat, items))})
+        messages = chat_messages(await resolve_references(chat, items))
+        request = ChatRequest.model_validate({"messages": messages, "continue_final_message": False})
         limit = state.settings.limits.messages
         return tuple((await asyncio.to_thread(parse_history, request, limit, state.attachments())).messages)
     except BadParameter as error:
