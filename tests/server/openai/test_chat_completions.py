@@ -473,6 +473,28 @@ def test_harmless_fields_are_ignored(http: httpx.Client) -> None:
     complete(http, user="me", service_tier="auto", store=False, modalities=["text"], surprise=None, metadata={"a": "b"})
 
 
+def test_replies_are_taken_back_as_clients_keep_them(http: httpx.Client) -> None:
+    kept = {"provider_specific_fields": {"refusal": None}}
+    call = {"id": "c1", "index": 0, "type": "function", "function": {"name": "now", "arguments": "{}", **kept}, **kept}
+    reply = {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [call],
+        "annotations": [],
+        "reasoning_details": [{"type": "reasoning.text", "text": "The time."}],
+        "thinking_blocks": [{"type": "thinking", "thinking": "The time.", "signature": "s"}],
+        **kept,
+    }
+    plain_call = {name: call[name] for name in ("id", "type")} | {"function": {"name": "now", "arguments": "{}"}}
+    plain = {"role": "assistant", "content": None, "tool_calls": [plain_call]}
+    result = {"role": "tool", "tool_call_id": "c1", "content": "noon"}
+    used = [
+        complete(http, messages=[{"role": "user", "content": "What time is it?"}, said, result], return_token_ids=True)
+        for said in (reply, plain)
+    ]
+    assert used[0]["prompt_token_ids"] == used[1]["prompt_token_ids"]
+
+
 def test_another_model_is_not_found(http: httpx.Client) -> None:
     status, error = post_error(http, model="gpt-4o")
     assert (status, error["code"]) == (404, "model_not_found")

@@ -21,12 +21,15 @@ class RequestFields(BaseModel):
 class FunctionCall(RequestFields):
     name: str
     arguments: str | dict[str, Any] = ""
+    provider_specific_fields: dict[str, Any] | None = Field(default=None, description="Ignored.")
 
 
 class MessageToolCall(RequestFields):
     id: str = ""
     type: Literal["function"] = "function"
     function: FunctionCall
+    index: Whole = Field(default=None, description="Of a streamed call. Ignored.")
+    provider_specific_fields: dict[str, Any] | None = Field(default=None, description="Ignored.")
 
 
 class VoiceReference(RequestFields):
@@ -55,6 +58,10 @@ class ChatMessage(RequestFields):
     refusal: str | None = Field(None, description="Used as text of the assistant.")
     audio: AudioReference | None = Field(None, description="Its transcript is used as the text.")
     token_ids: list[int] | None = Field(None, description="Of an assistant's message: the ids it was generated as.")
+    annotations: list[Any] | None = Field(None, description="Ignored, as OpenAI's replies have it.")
+    reasoning_details: list[Any] | None = Field(None, description="Ignored, as OpenRouter's replies have it.")
+    thinking_blocks: list[Any] | None = Field(None, description="Ignored, as LiteLLM's replies have it.")
+    provider_specific_fields: dict[str, Any] | None = Field(None, description="Ignored, as LiteLLM's replies have it.")
 
 
 class FunctionDefinition(RequestFields):
