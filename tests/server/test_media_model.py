@@ -15,6 +15,8 @@ import httpx
 import openai
 import pytest
 import soundfile
+from openai.types.conversations import Message as ConversationMessage
+from openai.types.responses import ResponseInputMessageItem
 
 from palaver.chat.model import Model
 from palaver.chat.reply_stream import ReplyRequest
@@ -112,6 +114,38 @@ def test_openais_sdk_sends_them_to_responses(sdk: openai.OpenAI) -> None:
     both: Any = [INPUT_AUDIO, file, *parts[1:]]
     heard = sdk.responses.create(model="sprout-omni", input=[{"role": "user", "content": both}])
     assert heard.status == "completed"
+
+
+def test_items_have_their_media_and_are_sent_back(sdk: openai.OpenAI) -> None:
+    url = f"data:image/png;base64,{encoded(PICTURE)}"
+    parts: Any = [
+        {"type": "input_image", "image_url": url, "detail": "auto"},
+        INPUT_AUDIO,
+        {"type": "input_file", "file_data": f"data:video/mp4;base64,{encoded(VIDEO)}", "filename": "a.mp4"},
+        {"type": "input_text", "text": WHAT},
+    ]
+    said: Any = [{"type": "message", "role": "user", "content": parts}]
+    answer = sdk.responses.create(model="sprout-omni", input=said, temperature=0, max_output_tokens=16)
+    made = sdk.conversations.create(items=said)
+    added = sdk.conversations.items.create(made.id, items=said)
+    kept = sdk.conversations.items.list(made.id).data[0]
+    for item in (
+        sdk.responses.input_items.list(answer.id).data[0],
+        added.data[0],
+        kept,
+        sdk.conversations.items.retrieve(kept.id or "", conversation_id=made.id),
+    ):
+        assert isinstance(item, ResponseInputMessageItem | ConversationMessage)
+        content: Any = [part.to_dict() for part in item.content]
+        assert [part["type"] for part in content] == ["input_image", "input_file", "input_file", "input_text"]
+        assert content[0]["image_url"] == url
+        assert content[1]["file_data"].endswith(encoded(SOUND))
+        assert content[2]["file_data"].endswith(encoded(VIDEO))
+        forms: Any = ({"role": "user", "content": content}, {"type": "item_reference", "id": item.id})
+        for form in forms:
+            counted = sdk.responses.input_tokens.count(model="sprout-omni", input=[form])
+            assert answer.usage is not None
+            assert counted.input_tokens == answer.usage.input_tokens
 
 
 def test_anthropics_sdk_sends_pictures_and_documents(omni: LiveServer, live: LiveServer) -> None:

@@ -109,7 +109,7 @@ def test_stored_and_streamed_output_are_equal(blocks: list[tuple[str, list[str]]
     message = fold(read_events(blocks)).message
     stored = encode(make_encoder(), replay_deltas(message.parts))[-1]["response"]["output"]
     assert stored == streamed
-    items = message_items("abc", message.role, message.parts)  # type: ignore[arg-type]
+    items = message_items("abc", message.role, message.parts)
     assert [item["id"] for item in items] == [item["id"] for item in streamed]
 
 

@@ -19,10 +19,11 @@ from palaver.server.openai.request import parse_history
 from palaver.server.openai.schemas import ChatRequest, RequestFields
 from palaver.server.responses.encoder import message_items
 from palaver.server.responses.history import split_system
-from palaver.server.responses.request import chat_messages, check_metadata, resolve_references
+from palaver.server.responses.request import chat_messages, check_metadata, load_items, resolve_references
 from palaver.server.responses.schemas import Includable, InputItem, InputItemList
 from palaver.server.state import ChatDep, ServerState, StateDep
 from palaver.store import Conflict, Conversation, NotFound, StoredMessage
+from palaver.store.encoding import blob_digests
 
 MAX_ITEMS = 100
 _NOTE = "conversation"
@@ -100,8 +101,10 @@ def router() -> APIRouter:
         bracketed: BracketedInclude = None,
     ) -> InputItemList:
         """The items of the branch where the conversation continues."""
-        items = _items(await _branch(chat, await chat.conversation(id)))
-        return page_items(items if order == "asc" else items[::-1], after, limit)
+        branch = await _branch(chat, await chat.conversation(id))
+        items = _items(branch)
+        page = page_items(items if order == "asc" else items[::-1], after, limit)
+        return await _with_media(chat, page, branch)
 
     @routes.post("/v1/conversations/{id}/items")
     async def create_items(
@@ -115,16 +118,17 @@ def router() -> APIRouter:
         """Appends items, without a reply."""
         conversation = await chat.conversation(id)
         stored = await _append(chat, conversation, await _messages(chat, state, body.items))
-        return page_items(_items(stored), None, MAX_ITEMS)
+        return await _with_media(chat, page_items(_items(stored), None, MAX_ITEMS), stored)
 
     @routes.get("/v1/conversations/{id}/items/{item_id}")
     async def retrieve_item(
         id: str, item_id: str, chat: ChatDep, include: Include = None, bracketed: BracketedInclude = None
     ) -> dict[str, Any]:
-        for item in _items(await chat.all_messages(id)):
-            if item["id"] == item_id:
-                return item
-        raise NotFound("item", item_id[:200])
+        messages = await chat.all_messages(id)
+        found = [item for item in _items(messages) if item["id"] == item_id]
+        if not found:
+            raise NotFound("item", item_id[:200])
+        return (await _with_media(chat, page_items(found, None, 1), messages)).data[0]
 
     @routes.delete("/v1/conversations/{id}/items/{item_id}")
     async def delete_item(id: str, item_id: str, chat: ChatDep) -> ConversationResource:
@@ -149,7 +153,7 @@ def router() -> APIRouter:
 def _find_item(branch: Sequence[StoredMessage], item_id: str) -> tuple[int, int | None]:
     """The index of the item's message, and of its part there; None if the item is the whole message."""
     for place, message in enumerate(branch):
-        items = [item["id"] for item in message_items(message.id, message.role, message.parts)]
+        items = _item_ids(message)
         if item_id not in items:
             continue
         kinds = {Role.ASSISTANT: (Thinking, Text, ToolCall), Role.TOOL: (ToolResult,)}.get(message.role)
@@ -199,6 +203,18 @@ async def _branch(chat: ServerChat, conversation: Conversation) -> tuple[StoredM
 
 def _items(path: Sequence[StoredMessage]) -> list[dict[str, Any]]:
     return [item for message in path for item in message_items(message.id, message.role, message.parts)]
+
+
+async def _with_media(chat: ServerChat, page: InputItemList, messages: Sequence[StoredMessage]) -> InputItemList:
+    """The page with the media of its items. Only these are read."""
+    ids = {item["id"] for item in page.data}
+    shown = [message for message in messages if blob_digests(message.parts) and ids & {*_item_ids(message)}]
+    loaded = {item["id"]: item for item in await load_items(chat, shown)}
+    return page.model_copy(update={"data": [loaded.get(item["id"], item) for item in page.data]})
+
+
+def _item_ids(message: StoredMessage) -> list[str]:
+    return [item["id"] for item in message_items(message.id, message.role, message.parts)]
 
 
 def _resource(conversation: Conversation) -> ConversationResource:

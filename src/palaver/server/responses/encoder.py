@@ -20,11 +20,12 @@ from palaver.events import (
     ToolCallOpened,
     Usage,
 )
-from palaver.messages import Role, Text, Thinking, ToolCall, ToolResult
+from palaver.messages import Audio, Image, Part, Role, Text, Thinking, ToolCall, ToolResult, Video
 from palaver.phases import Phase
 from palaver.server.responses.mcp import ItemStep
 from palaver.server.sse import encode_json
 from palaver.store.encoding import StoredPart
+from palaver.transcripts.openai import data_url
 
 Event = dict[str, Any]
 _ItemEvent = tuple[str, dict[str, Any]]
@@ -343,19 +344,31 @@ def item_id(kind: str, message: str, index: int) -> str:
     return f"{_ID_PREFIXES[kind]}_{message}_{index}"
 
 
-def message_items(message: str, role: Role, parts: Iterable[StoredPart]) -> list[dict[str, Any]]:
-    """A stored message as items."""
+def message_items(message: str, role: Role, parts: Iterable[StoredPart | Part]) -> list[dict[str, Any]]:
+    """A stored message as items. Media that are given as references are left out."""
     if role is Role.ASSISTANT:
         return _assistant_items(message, parts)
     if role is Role.TOOL:
         results = [part for part in parts if isinstance(part, ToolResult)]
         return [_tool_result_item(message, index, result) for index, result in enumerate(results)]
-    content = [{"type": "input_text", "text": part.text} for part in parts if isinstance(part, Text)]
+    content = [_input_part(part) for part in parts if isinstance(part, Text | Image | Audio | Video)]
     header = {"id": item_id("message", message, 0), "type": "message", "role": role.value, "status": "completed"}
     return [{**header, "content": content}]
 
 
-def _assistant_items(message: str, parts: Iterable[StoredPart]) -> list[dict[str, Any]]:
+def _input_part(part: Text | Image | Audio | Video) -> dict[str, Any]:
+    match part:
+        case Text(text):
+            return {"type": "input_text", "text": text}
+        case Image(media_type, data):
+            return {"type": "input_image", "image_url": data_url(media_type, data), "detail": "auto"}
+        case Audio(media_type, data, name) | Video(media_type, data, name):
+            return {"type": "input_file", "file_data": data_url(media_type, data), "filename": name or None}
+        case _:
+            assert_never(part)
+
+
+def _assistant_items(message: str, parts: Iterable[StoredPart | Part]) -> list[dict[str, Any]]:
     items: list[dict[str, Any]] = []
     for part in parts:
         index = len(items)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from palaver.chat.interface import Chat
+from palaver.chat.interface import ServerChat
 from palaver.errors import BadParameter, NoMessages
 from palaver.formats.base import Format
 from palaver.messages import ToolCall
@@ -304,14 +304,22 @@ def check_answerable(messages: Sequence[ChatMessage]) -> None:
         raise BadParameter("input", messages[-1].role, why)
 
 
-async def resolve_references(chat: Chat, items: Sequence[InputItem] | str | None) -> Sequence[InputItem] | str | None:
+async def load_items(chat: ServerChat, messages: Sequence[StoredMessage]) -> list[dict[str, Any]]:
+    """Stored messages as items, with their media."""
+    loaded = zip(messages, await chat.load_messages(messages), strict=True)
+    return [item for stored, message in loaded for item in message_items(stored.id, stored.role, message.parts)]
+
+
+async def resolve_references(
+    chat: ServerChat, items: Sequence[InputItem] | str | None
+) -> Sequence[InputItem] | str | None:
     """Replaces item references by the stored items that they name, and gives stored calls their ids."""
     if items is None or isinstance(items, str):
         return items
     return [await _resolve_reference(chat, f"input[{index}]", item) for index, item in enumerate(items)]
 
 
-async def _resolve_reference(chat: Chat, where: str, item: InputItem) -> InputItem:
+async def _resolve_reference(chat: ServerChat, where: str, item: InputItem) -> InputItem:
     if item.type == "mcp_call" and (match := _CALL_ID.fullmatch(item.id or "")):
         with suppress(NotFound):
             reply, round = await chat.message(match[1]), await chat.tool_round(match[1])
@@ -327,13 +335,13 @@ async def _resolve_reference(chat: Chat, where: str, item: InputItem) -> InputIt
         stored = await _stored_message(chat, id)
     except NotFound:
         raise BadParameter(f"{where}.id", id[:80], "there is no such item") from None
-    for value in message_items(stored.id, stored.role, stored.parts):
+    for value in await load_items(chat, [stored]):
         if value["id"] == id:
             return InputItem.model_validate(value)
     raise BadParameter(f"{where}.id", id[:80], "there is no such item")
 
 
-async def _stored_message(chat: Chat, id: str) -> StoredMessage:
+async def _stored_message(chat: ServerChat, id: str) -> StoredMessage:
     match = _ITEM_ID.fullmatch(id)
     if match is None:
         raise NotFound("item", id)

@@ -33,7 +33,6 @@ from palaver.server.openai.request import (
 )
 from palaver.server.openai.schemas import ChatRequest
 from palaver.server.openai.streaming import CompletionStream
-from palaver.server.responses.encoder import message_items
 from palaver.server.responses.history import (
     ResponseTarget,
     StoredResponse,
@@ -58,6 +57,7 @@ from palaver.server.responses.request import (
     chat_messages,
     check_answerable,
     ignored_request_fields,
+    load_items,
     mcp_tools,
     resolve_references,
     to_chat_request,
@@ -199,7 +199,7 @@ async def input_items(chat: ServerChat, id: str) -> list[dict[str, Any]]:
         return approval_answers(response)
     path = await chat.path(reply.parent_id) if reply.parent_id is not None else ()
     inputs = path[-(record.inputs or 1) :]
-    items = [item for message in inputs for item in message_items(message.id, message.role, message.parts)]
+    items = await load_items(chat, inputs)
     if developer := record.developer:
         content = [{"type": "input_text", "text": developer}]
         header = {"id": f"dev_{reply.id}", "type": "message", "role": "system", "status": "completed"}
