@@ -337,6 +337,23 @@ def test_a_tool_result_may_have_a_picture(omni: LiveServer) -> None:
     assert "red" in "".join(block["text"] for block in reply["content"] if block["type"] == "text"), reply
 
 
+@pytest.mark.parametrize("store", [True, False])
+def test_results_of_calls_may_have_pictures_in_responses(sdk: openai.OpenAI, store: bool) -> None:
+    url = f"data:image/png;base64,{encoded(PICTURE)}"
+    picture = {"type": "input_image", "image_url": url, "detail": "auto"}
+    calls = [{"type": "function_call", "call_id": id, "name": "look", "arguments": "{}"} for id in ("c1", "c2")]
+    outputs = ([picture], [{"type": "input_text", "text": "Done."}])
+    results = [
+        {"type": "function_call_output", "call_id": call["call_id"], "output": output}
+        for call, output in zip(calls, outputs, strict=True)
+    ]
+    look, what = ({"role": "user", "content": text} for text in ("Look at the picture.", WHAT))
+    asked: Any = [look, *calls, *results, what]
+    tools: Any = [{"type": "function", "name": "look", "parameters": {"type": "object"}, "strict": False}]
+    answer = sdk.responses.create(model="sprout-omni", input=asked, tools=tools, temperature=0, store=store)
+    assert "red" in answer.output_text
+
+
 RAW = media_files.tone(1.0).tobytes()
 RECORDED: dict[str, Any] = {
     "messages": [

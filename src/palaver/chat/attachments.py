@@ -27,6 +27,8 @@ _NEEDED = {
     "audio": ("sound", "an audio model"),
     "video": ("videos", "a video model"),
 }
+PICTURE_FOLLOWS = "The picture follows."
+"""Said in a tool result whose pictures follow as a message of the user."""
 NOT_SEEN = "{media} The user sees it; you can't."
 _EXPECTED = {"image": "a picture", "audio": "sound", "video": "a video"}
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from palaver.chat.attachments import AttachmentReader, format_document, named_in_errors
+from palaver.chat.attachments import PICTURE_FOLLOWS, AttachmentReader, format_document, named_in_errors
 from palaver.chat.model import Model
 from palaver.chat.reply_request import check_token_ids
 from palaver.errors import BadParameter, PalaverError
@@ -241,8 +241,6 @@ def _response_format(config: OutputConfig) -> dict[str, Any] | None:
 
 BLOCK_SEPARATOR = "\n\n"
 """Joins the text blocks of a user or system message."""
-PICTURE_FOLLOWS = "The picture follows."
-"""Said in a tool result that has pictures."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
+from palaver.chat.attachments import PICTURE_FOLLOWS
 from palaver.chat.interface import ServerChat
 from palaver.errors import BadParameter, NoMessages
 from palaver.formats.base import Format
@@ -244,7 +245,9 @@ _ITEM_ID = re.compile(r"(?:rs|msg|fc|fco)_([0-9a-z]{1,64})_([0-9]{1,6})")
 
 
 def chat_messages(items: Sequence[InputItem] | str | None) -> list[ChatMessage]:
-    """The input as messages. Consecutive items of the assistant (reasoning, text, calls) become one message."""
+    """The input as messages. Consecutive items of the assistant (reasoning, text, calls) become one message.
+
+    Pictures of results follow the last of them as a message of the user: templates have no place for them inside."""
     if items is None or items == "" or items == []:
         raise NoMessages
     if isinstance(items, str):
@@ -252,6 +255,7 @@ def chat_messages(items: Sequence[InputItem] | str | None) -> list[ChatMessage]:
     messages: list[ChatMessage] = []
     round: tuple[str, int] | None = None
     """The reply of the calls of servers before, and the index of its message."""
+    pictures: list[Any] = []
     for index, item in enumerate(items):
         where = f"input[{index}]"
         if item.type in ("mcp_list_tools", "mcp_approval_request"):
@@ -267,7 +271,17 @@ def chat_messages(items: Sequence[InputItem] | str | None) -> list[ChatMessage]:
             messages.append(result)
             continue
         round = None
+        if item.type == "function_call_output":
+            result, shown = _result(where, item)
+            messages.append(result)
+            pictures += shown
+            continue
+        if pictures:
+            messages.append(_chat_message("user", content=pictures))
+            pictures = []
         _append(messages, _message(where, item))
+    if pictures:
+        messages.append(_chat_message("user", content=pictures))
     if not messages:
         raise NoMessages
     return messages
@@ -278,6 +292,18 @@ def _append(messages: list[ChatMessage], message: ChatMessage) -> None:
         messages[-1] = _merge(messages[-1], message)
     else:
         messages.append(message)
+
+
+def _result(where: str, item: InputItem) -> tuple[ChatMessage, list[Any]]:
+    """The result of a call, and its pictures."""
+    output = _require(where, "output", item.output)
+    parts = [] if isinstance(output, str) else output
+    named = [(part.type, _part(f"{where}.output[{index}]", part)) for index, part in enumerate(parts)]
+    pictures = [part for kind, part in named if kind == "input_image"]
+    content: Any = output if isinstance(output, str) else [part for kind, part in named if kind != "input_image"]
+    if pictures:
+        content.append({"type": "text", "text": f"\n\n{PICTURE_FOLLOWS}" if content else PICTURE_FOLLOWS})
+    return _chat_message("tool", tool_call_id=_require(where, "call_id", item.call_id), content=content), pictures
 
 
 def _server_call(where: str, item: InputItem) -> tuple[ChatMessage, ChatMessage]:
@@ -356,9 +382,6 @@ def _message(where: str, item: InputItem) -> ChatMessage:
             function = FunctionCall(name=_require(where, "name", item.name), arguments=item.arguments or "")
             call = MessageToolCall(id=_require(where, "call_id", item.call_id), function=function)
             return _chat_message("assistant", tool_calls=[call])
-        case "function_call_output":
-            content = _content(f"{where}.output", _require(where, "output", item.output))
-            return _chat_message("tool", tool_call_id=_require(where, "call_id", item.call_id), content=content)
         case _:
             role = _require(where, "role", item.role)
             return _chat_message(role, content=_content(f"{where}.content", _require(where, "content", item.content)))
