@@ -67,6 +67,16 @@ def test_completions(client: openai.OpenAI) -> None:
     assert made.choices[0].finish_reason == "length"
 
 
+def test_offsets_of_a_streamed_completion_are_those_of_the_whole(client: openai.OpenAI) -> None:
+    asked: Any = {"model": "sprout", "prompt": ["Hello", "One"], "max_tokens": 5, "logprobs": 1, "temperature": 0}
+    whole = [choice.logprobs and choice.logprobs.text_offset for choice in client.completions.create(**asked).choices]
+    streamed: list[list[int]] = [[], []]
+    for chunk in client.completions.create(**asked, stream=True):
+        for choice in chunk.choices:
+            streamed[choice.index] += (choice.logprobs and choice.logprobs.text_offset) or []
+    assert streamed == whole
+
+
 def test_errors_are_their_typed_exceptions(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as bad:
         client.chat.completions.create(model="sprout", messages=SUM, n=10**6)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -162,6 +163,8 @@ class TextEncoder:
     completion: CompletionStream
     before: str = ""
     """Text that precedes the generated one."""
+    _logprobs_end: dict[int, int] = field(default_factory=dict)
+    """Where the tokens of each choice end, of those whose log-probabilities were sent."""
 
     async def fold(self, deltas: AsyncGenerator[ChoiceDelta]) -> dict[str, Any]:
         texts: list[list[str]] = [[] for _ in self.completion.choices]
@@ -210,7 +213,7 @@ class TextEncoder:
     ) -> dict[str, Any]:
         choice, output = self.completion.choices[index], self.completion.call.output
         value: dict[str, Any] = {"index": index, "text": text}
-        value["logprobs"] = _logprobs(logprobs) if output.logprobs else None
+        value["logprobs"] = self._logprobs(index, logprobs) if output.logprobs else None
         value["finish_reason"] = choice.finish_reason if finished else None
         value["stop_reason"] = choice.stop_reason if finished else None
         if output.token_ids:
@@ -219,14 +222,15 @@ class TextEncoder:
                 value["prompt_token_ids"] = list(choice.reply_stream.prompt.context_ids)
         return value
 
+    def _logprobs(self, index: int, entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """The offsets go on from chunk to chunk."""
+        tokens = [entry["token"] for entry in entries]
+        offsets = list(accumulate(map(len, tokens), initial=self._logprobs_end.get(index, 0)))
+        self._logprobs_end[index] = offsets.pop()
+        top = [{one["token"]: one["logprob"] for one in entry["top_logprobs"]} for entry in entries]
+        values = [entry["logprob"] for entry in entries]
+        return {"tokens": tokens, "token_logprobs": values, "top_logprobs": top, "text_offset": offsets}
+
 
 def _text(delta: ChoiceDelta) -> str:
     return "".join(event.text for event in delta.events if isinstance(event, AnswerDelta))
-
-
-def _logprobs(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    tokens = [entry["token"] for entry in entries]
-    offsets = [sum(map(len, tokens[:index])) for index in range(len(tokens))]
-    top = [{one["token"]: one["logprob"] for one in entry["top_logprobs"]} for entry in entries]
-    values = [entry["logprob"] for entry in entries]
-    return {"tokens": tokens, "token_logprobs": values, "top_logprobs": top, "text_offset": offsets}
