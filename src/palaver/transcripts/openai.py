@@ -139,6 +139,8 @@ def _from_part(part: Any, read_url: ReadUrl) -> Part:
             return Text(part)
         case {"type": "text" | "input_text" | "output_text", "text": str(text)} | {"text": str(text)}:
             return Text(text)
+        case {"type": "refusal", "refusal": str(text)}:
+            return Text(text)
         case {"type": "thinking" | "reasoning", "thinking": str(text)}:
             return Thinking(text)
         case {"type": "image_url" | "audio_url" | "video_url" as kind}:

@@ -495,6 +495,17 @@ def test_replies_are_taken_back_as_clients_keep_them(http: httpx.Client) -> None
     assert used[0]["prompt_token_ids"] == used[1]["prompt_token_ids"]
 
 
+def test_a_refusal_is_text_of_the_assistant(http: httpx.Client) -> None:
+    parts = ({"type": "refusal", "refusal": "No."}, {"type": "text", "text": "No."})
+    said: list[dict[str, Any]] = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": None},
+        {"role": "user", "content": "Why?"},
+    ]
+    used = [complete(http, messages=[said[0], {**said[1], "content": [part]}, said[2]], max_tokens=1) for part in parts]
+    assert used[0]["usage"]["prompt_tokens"] == used[1]["usage"]["prompt_tokens"]
+
+
 def test_another_model_is_not_found(http: httpx.Client) -> None:
     status, error = post_error(http, model="gpt-4o")
     assert (status, error["code"]) == (404, "model_not_found")
