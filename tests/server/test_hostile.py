@@ -253,6 +253,7 @@ def test_hostile_21_more_tokens_than_the_context(http: httpx.Client, live: LiveS
     limit = live.service.models.engine().info.context_length
     status, error = post_error(http, messages=[{"role": "user", "content": "word " * limit}])
     assert (status, error["code"]) == (400, "context_length_exceeded")
+    assert "this model's maximum context length is" in error["message"], "LiteLLM recognises it by these words"
     assert f"{limit:,}" in error["message"]
     status, error = post_error(http, "/v1/completions", prompt=[5] * limit)
     assert (status, error["code"]) == (400, "context_length_exceeded")

@@ -154,11 +154,25 @@ def error_status(error: BaseException) -> ErrorStatus:
 def error_value(error: BaseException) -> dict[str, Any]:
     """The error in OpenAI's format. The message of an unexpected error is in the log alone."""
     entry = error_status(error)
-    message = str(error) if isinstance(error, PalaverError) else INTERNAL
     param = error.name if isinstance(error, errors.BadParameter) else None
     return {
-        "error": {"message": message, "type": entry.type, "param": param, "code": entry.code, **error_fields(error)}
+        "error": {
+            "message": _message(error),
+            "type": entry.type,
+            "param": param,
+            "code": entry.code,
+            **error_fields(error),
+        }
     }
+
+
+def _message(error: BaseException) -> str:
+    if isinstance(error, ContextOverflow):  # clients recognise "this model's maximum context length is"
+        return (
+            f"The prompt is {error.tokens:,} tokens long, but this model's maximum context length is {error.limit:,} "
+            "tokens: shorten the conversation or use a model with a longer context."
+        )
+    return str(error) if isinstance(error, PalaverError) else INTERNAL
 
 
 def error_body(error: BaseException) -> bytes:
@@ -215,7 +229,7 @@ def anthropic_error(error: BaseException, request_id: str) -> dict[str, Any]:
 def _anthropic_message(error: BaseException) -> str:
     if isinstance(error, ContextOverflow):  # clients recognise this sentence and shorten the conversation
         return f"prompt is too long: {error.tokens} tokens > {error.limit} maximum"
-    return str(error) if isinstance(error, PalaverError) else INTERNAL
+    return _message(error)
 
 
 @dataclass(frozen=True, slots=True)
