@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import base64
 from typing import Any
 
 import pytest
 
 from palaver.chat.attachments import AttachmentReader
 from palaver.chat.model import Model
+from palaver.errors import BadParameter
 from palaver.media import MediaDecoder
 from palaver.messages import Message, Role, Text, Thinking, ToolCall, ToolResult
 from palaver.server.anthropic.request import parse_request, parse_turns
@@ -41,6 +43,27 @@ def test_results_are_messages_of_their_own() -> None:
     assert first == Message(Role.TOOL, (ToolResult("c1", "rain", "get_weather"),))
     assert second.parts == (ToolResult("c1", "Error: no\n\nnet", "get_weather"),)
     assert question == Message(Role.USER, (Text("Well?\n\nNow?"),))
+
+
+def test_a_result_may_be_a_document() -> None:
+    plain = {"type": "text", "media_type": "text/plain", "data": "Sunny."}
+    page = {
+        "type": "base64",
+        "media_type": "text/html",
+        "data": base64.b64encode(b"<!doctype html><p>Rain.</p>").decode(),
+    }
+    blocks = [
+        {"type": "text", "text": "Two files."},
+        {"type": "document", "source": plain, "title": "a.txt"},
+        {"type": "document", "source": page, "title": "b.html", "context": "Of today."},
+    ]
+    said = {"role": "user", "content": [{**RESULT, "content": blocks}]}
+    (result,) = parse(*QUESTION, assistant([CALL]), said)[-1].parts
+    assert isinstance(result, ToolResult)
+    assert result.content.split() == "Two files. File a.txt: Sunny. Of today. File b.html: Rain.".split()
+    inside = {"type": "content", "content": [blocks[1]]}
+    with pytest.raises(BadParameter, match="document"):
+        parse({"role": "user", "content": [{"type": "document", "source": inside}]})
 
 
 def test_a_reply_in_two_pieces_is_one() -> None:

@@ -367,17 +367,27 @@ def _signed_thinking(
 
 
 def _result(block: ToolResultBlock, where: str, attachments: AttachmentReader) -> tuple[ToolResult, list[Part]]:
-    """The text of a result, and its pictures."""
+    """The text of a result, documents included, and its pictures."""
     blocks = [] if isinstance(block.content, str) else block.content or []
+    texts: list[str] = [block.content] if isinstance(block.content, str) else []
     pictures: list[Part] = []
     for index, inner in enumerate(blocks):
-        if isinstance(inner, ImageBlock):
-            with named_in_errors(f"{where}.content[{index}]"):
-                pictures.append(_attachment(inner, f"{where}.content[{index}]", attachments))
-    texts = [inner for inner in blocks if not isinstance(inner, ImageBlock)]
-    content = block.content if isinstance(block.content, str) else _text(_texts(texts, where))
+        at = f"{where}.content[{index}]"
+        match inner:
+            case TextBlock(text=text):
+                texts.append(text)
+            case ImageBlock() | DocumentBlock():
+                with named_in_errors(at):
+                    part = _attachment(inner, at, attachments)
+                if isinstance(part, Text):
+                    texts.append(part.text.strip("\n"))
+                else:
+                    pictures.append(part)
+            case _:
+                raise _unsupported_block(inner, at, Role.TOOL)
     if pictures:
-        content = BLOCK_SEPARATOR.join(filter(None, (content, PICTURE_FOLLOWS)))
+        texts = [*filter(None, texts), PICTURE_FOLLOWS]
+    content = BLOCK_SEPARATOR.join(texts)
     text = f"Error: {content}" if block.is_error and not content.lower().startswith("error") else content
     return ToolResult(block.tool_use_id, text), pictures
 

@@ -104,11 +104,14 @@ def _block_type(value: Any) -> str:
 
 def _result_block_type(value: Any) -> str:
     kind = _block_type(value)
-    return kind if kind in ("text", "image") else "other"
+    return kind if kind in ("text", "image", "document") else "other"
 
 
 ResultBlock = Annotated[
-    Annotated[TextBlock, Tag("text")] | Annotated[ImageBlock, Tag("image")] | Annotated[OtherBlock, Tag("other")],
+    Annotated[TextBlock, Tag("text")]
+    | Annotated[ImageBlock, Tag("image")]
+    | Annotated[DocumentBlock, Tag("document")]
+    | Annotated[OtherBlock, Tag("other")],
     Discriminator(_result_block_type),
 ]
 Block = Annotated[
