@@ -317,6 +317,7 @@ class TestInvalidRequests:
             inference_geo="eu",
             mcp_servers=[],
             container=None,
+            context_management={"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
             **cached,
         )
         assert [block["type"] for block in answer["content"]] == [block["type"] for block in plain["content"]]

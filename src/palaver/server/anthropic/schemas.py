@@ -9,6 +9,10 @@ from pydantic import BaseModel, Discriminator, Field, Tag
 from palaver.server.openai.request import ToleratedFields
 from palaver.server.openai.schemas import MediaOptions, Number, RequestFields, Switched, Whole
 
+_KEEP_THOUGHTS = tuple(
+    {"edits": [{"type": "clear_thinking_20251015", "keep": keep}]} for keep in ("all", {"type": "all"})
+)
+"""Claude Code's `context_management`: thoughts that the client sends are never cleared here."""
 TOLERATED = ToleratedFields(
     ignored=frozenset(
         (
@@ -27,7 +31,7 @@ TOLERATED = ToleratedFields(
     ),
     harmless={
         "mcp_servers": ([],),
-        "context_management": ({}, {"edits": []}),
+        "context_management": ({}, {"edits": []}, *_KEEP_THOUGHTS),
         "allowed_callers": (["direct"],),
         "defer_loading": (False,),
         "input_examples": ([],),
