@@ -495,6 +495,24 @@ def test_replies_are_taken_back_as_clients_keep_them(http: httpx.Client) -> None
     assert used[0]["prompt_token_ids"] == used[1]["prompt_token_ids"]
 
 
+@pytest.mark.parametrize("door", ["response_format", "tools"])
+def test_formats_of_strings_that_nobody_knows_are_annotations(http: httpx.Client, door: str) -> None:
+    day = {"type": "string", "format": "date"}
+    secret = {"type": "string", "format": "password", "maxLength": 9}
+    schema = {"type": "object", "properties": {"day": day, "secret": secret}, "required": ["day", "secret"]}
+    closed = {**schema, "additionalProperties": False}
+    tool = {"type": "function", "function": {"name": "keep", "parameters": closed}}
+    doors: dict[str, dict[str, Any]] = {
+        "response_format": {"response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": closed}}},
+        "tools": {"tools": [tool], "tool_choice": "required"},
+    }
+    message = complete(http, **doors[door])["choices"][0]["message"]
+    written = message["content"] if door == "response_format" else message["tool_calls"][0]["function"]["arguments"]
+    value = json.loads(written)
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d", value["day"])
+    assert len(value["secret"]) < 10
+
+
 def test_a_refusal_is_text_of_the_assistant(http: httpx.Client) -> None:
     parts = ({"type": "refusal", "refusal": "No."}, {"type": "text", "text": "No."})
     said: list[dict[str, Any]] = [

@@ -11,7 +11,7 @@ from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
-from palaver.constraints import MAX_CONSTRAINT, Constraint, Grammar, MarkerConstraint
+from palaver.constraints import MAX_CONSTRAINT, Constraint, Grammar, MarkerConstraint, without_other_formats
 from palaver.errors import BadParameter, RequestError
 from palaver.phases import Vocabulary
 
@@ -128,26 +128,31 @@ def missing_package() -> str:
 def _grammar(matcher: Any, constraint: Constraint) -> str:
     if len(constraint.text) > MAX_CONSTRAINT:
         raise GrammarError(f"it is longer than {MAX_CONSTRAINT} characters")
+    text = constraint.text
     if constraint.grammar is Grammar.JSON_SCHEMA:
-        _check_schema(constraint.text)
+        text = _schema_text(text)
     convert = {
         Grammar.JSON_SCHEMA: partial(matcher.grammar_from_json_schema, defaults={"whitespace_pattern": WHITE_SPACE}),
         Grammar.REGEX: matcher.grammar_from_regex,
         Grammar.LARK: matcher.grammar_from_lark,
     }
     try:
-        return str(convert[constraint.grammar](constraint.text))
+        return str(convert[constraint.grammar](text))
     except ValueError as error:  # lone surrogates, too
         raise GrammarError(first_line(str(error))) from error
 
 
-def _check_schema(text: str) -> None:
+def _schema_text(text: str) -> str:
+    """The schema as the library takes it, which refuses formats that it doesn't know. Raises GrammarError."""
     try:
         schema = json.loads(text)
+        if not isinstance(schema, dict | bool):
+            raise GrammarError("a JSON schema is an object")
+        if '"format"' not in text:
+            return text
+        return json.dumps(without_other_formats(schema), ensure_ascii=False)
     except (ValueError, RecursionError) as error:
         raise GrammarError(f"it isn't JSON ({error})") from error
-    if not isinstance(schema, dict | bool):
-        raise GrammarError("a JSON schema is an object")
 
 
 class _TokenizerView:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from palaver.constraints import without_other_formats
 from palaver.errors import BadParameter
 from palaver.formats.markers import split_marker
 from palaver.messages import Tool
@@ -74,7 +75,8 @@ class LarkBuilder:
         return self._add_rule(" & ".join(bodies), f"T{len(self._rules)}")
 
     def json(self, schema: Any) -> str:
-        schema = {**schema, "x-guidance": _SPACE} if isinstance(schema, Mapping) else schema
+        if isinstance(schema, Mapping):
+            schema = {**without_other_formats(dict(schema)), "x-guidance": _SPACE}
         return self._add_rule(f"%json {json.dumps(schema, ensure_ascii=False)}", f"j{len(self._rules)}")
 
     def literal(self, text: str) -> str:
