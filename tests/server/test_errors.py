@@ -109,6 +109,42 @@ async def test_a_body_that_is_no_json_is_named_so(tmp_path: Path, path: str) -> 
     assert answer.json()["error"]["message"].startswith("The body is not JSON: ")
 
 
+TEXT_BLOCK = {"type": "text"}
+RESULT_BLOCK = {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "image"}]}
+CALL = {"id": "a", "function": {"arguments": "{}"}}
+
+
+def user(**fields: Any) -> dict[str, Any]:
+    return {"max_tokens": 1, "messages": [{"role": "user", **fields}]}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "name"),
+    [
+        (CHAT, user(content=5), "messages[0].content"),
+        (CHAT, user(tool_calls=[CALL]), "messages[0].tool_calls[0].function.name"),
+        (CHAT, {"messages": SUM, "tool_choice": "banana"}, "tool_choice"),
+        (CHAT, {"messages": SUM, "tool_choice": {"type": "function"}}, "tool_choice.function"),
+        (CHAT, {"messages": SUM, "stop": ["a", 1.5]}, "stop[1]"),
+        (CHAT, {"messages": SUM, "tools": [{"type": "function"}], "n": "x"}, "n"),
+        (CHAT, {}, "messages"),
+        ("/v1/responses", {"input": [{"type": "banana"}]}, "input[0].type"),
+        ("/v1/responses", {"input": "x", "tools": [{"type": "function"}]}, "tools[0].name"),
+        ("/v1/messages", user(content=[TEXT_BLOCK]), "messages[0].content[0].text"),
+        ("/v1/messages", user(content=[RESULT_BLOCK]), "messages[0].content[0].content[0].source"),
+        ("/v1/messages", {"messages": SUM}, "max_tokens"),
+    ],
+)
+async def test_a_wrong_field_is_named_as_in_the_request(
+    tmp_path: Path, path: str, fields: dict[str, Any], name: str
+) -> None:
+    async with scripted_client(tmp_path, CHATML, FAILS) as http:
+        answer = await http.post(path, json=fields)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["details"]["name"]) == (400, name)
+    assert error.get("param", name) == name
+
+
 async def test_answers_about_tokens_are_compact_json(tmp_path: Path) -> None:
     async with scripted_client(tmp_path, CHATML, FAILS) as http:
         answer = await http.post("/v1/tokenize", json={"prompt": "One"})

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,8 @@ from palaver.tools.servers import ToolServerFailed
 from palaver.wire import ErrorBody, error_fields
 
 _log = logging.getLogger("palaver.server")
+MAX_FIELD_ERRORS = 100
+"""How many errors of one body are looked at."""
 INTERNAL = "Something went wrong inside of the server: its log has the details."
 
 
@@ -275,16 +277,45 @@ async def _error(request: Request, error: Exception) -> JSONResponse:
 
 async def _validation_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
-    first: dict[str, Any] = next(iter(error.errors()), {})
-    parts = (str(part) for part in first.get("loc", ())[1:])
-    path = ".".join(part for part in parts if not part.startswith("list["))  # one of several types of a field
+    found = error.errors()[:MAX_FIELD_ERRORS]
+    first: dict[str, Any] = found[0] if found else {}
     if first.get("type") == "json_invalid":
         return await _error(request, NotJson(f"The body is not JSON: {first.get('ctx', {}).get('error', '')}"))
-    if not path and first.get("type") == "missing":
+    if len(first.get("loc", ())) < 2 and first.get("type") == "missing":
         return await _error(request, NotJson("The request has no body."))
     if isinstance(first.get("input"), bytes):
         return await _error(request, NotJson("The body must be sent as Content-Type: application/json."))
-    return await _error(request, BadParameter(path or "body", _shortened(first.get("input")), first.get("msg", "")))
+    return await _error(request, _bad_field(found, error.body))
+
+
+def _bad_field(found: Sequence[Mapping[str, Any]], body: Any) -> BadParameter:
+    """The first field that is wrong. If it may have several types, each of them has errors: the innermost one is of the
+    type that the value comes closest to."""
+    paths = [_field_path(error, body) for error in found]
+    inside = [index for index, path in enumerate(paths) if path[: len(paths[0])] == paths[0]]
+    at = max(inside, key=lambda index: len(paths[index]))
+    error = found[at]
+    name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in paths[at]).removeprefix(".")
+    if error["type"] == "missing":
+        return BadParameter(name, None, "is needed here")
+    return BadParameter(name or "body", _shortened(error["input"]), error["msg"])
+
+
+def _field_path(error: Mapping[str, Any], body: Any) -> list[str | int]:
+    """The names and indexes of the request that lead to the error, without the names of our types among them."""
+    source, *parts = error["loc"]
+    if source != "body":
+        return [*parts]
+    path: list[str | int] = []
+    value = body
+    for place, part in enumerate(parts):
+        is_index = isinstance(part, int) and isinstance(value, list) and part < len(value)
+        if is_index or (isinstance(value, dict) and part in value):
+            value = value[part]
+        elif error["type"] != "missing" or place < len(parts) - 1:
+            continue
+        path.append(part)
+    return path
 
 
 async def _http_error(request: Request, error: Exception) -> JSONResponse:
