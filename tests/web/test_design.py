@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
+from io import BytesIO
 from pathlib import Path
 
 import httpx
 import pytest
 from playwright.sync_api import Browser, Locator, Page, expect
+from pypdf import PdfReader
 
 from tests.web.conftest import PATIENCE, Served
 from tests.web.screen import act, ask, conversation, ended, last_reply
@@ -241,6 +244,26 @@ def test_a_long_title_has_the_width_of_the_sidebar(page: Page, quick: Served, cl
     assert title is not None
     assert whole is not None
     assert title["width"] > 0.9 * whole["width"]
+
+
+def test_all_of_a_conversation_is_printed(browser: Browser, quick: Served, client: httpx.Client) -> None:
+    roles = ("user", "assistant")
+    said = [{"role": role, "content": f"{role} {n} " + "and more. " * 60} for n in range(12) for role in roles]
+    made = client.post("/api/import", content=json.dumps({"messages": said})).json()[0]["id"]
+    context = browser.new_context(viewport={"width": 1200, "height": 800}, color_scheme="dark", service_workers="block")
+    context.set_default_timeout(PATIENCE * 1000)
+    page = context.new_page()
+    page.goto(f"{quick.url}/#/c/{made}")
+    expect(last_reply(page)).to_contain_text("assistant 11")
+    pages = PdfReader(BytesIO(page.pdf(format="A4"))).pages
+    words = "\n".join(one.extract_text() for one in pages)
+    assert [line for n in range(12) for line in (f"user {n} and", f"assistant {n} and") if line not in words] == []
+    assert all(one.extract_text().strip() for one in pages), "empty pages"
+    assert "New conversation" not in words
+    assert "Message scripted" not in words
+    page.emulate_media(media="print")
+    assert page.evaluate("getComputedStyle(document.body).color") == "rgb(34, 38, 42)"
+    context.close()
 
 
 def test_the_ring_says_how_full_the_context_is(page: Page, quick: Served) -> None:
