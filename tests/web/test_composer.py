@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
-from playwright.sync_api import Browser, Page, Route, expect
+from playwright.sync_api import Browser, BrowserContext, Page, Route, expect
 
 from tests.web.conftest import PATIENCE, Served
 from tests.web.screen import ask, conversation, ended, hold, last_reply, replies
@@ -19,6 +19,14 @@ DROP = """(element) => {
   const init = { bubbles: true, cancelable: true, dataTransfer }
   return ['dragover', 'drop'].map((name) => !element.dispatchEvent(new DragEvent(name, init)))
 }"""
+
+
+COPY = """async (element, texts) => {
+  const picture = await new Promise((done) => document.createElement('canvas').toBlob(done))
+  const kinds = Object.entries(texts).map(([kind, text]) => [kind, new Blob([text], { type: kind })])
+  await navigator.clipboard.write([new ClipboardItem({ 'image/png': picture, ...Object.fromEntries(kinds) })])
+}"""
+"""Copies a picture, and the texts beside it."""
 
 
 @pytest.fixture
@@ -33,6 +41,20 @@ def test_a_file_may_be_dropped_anywhere(page: Page, quick: Served, place: str) -
     taken = page.locator(place).evaluate(DROP)
     assert taken == [True, True], "the browser would leave the page for the file"
     expect(page.get_by_label("Attached files")).to_contain_text("notes.txt")
+
+
+def test_cells_of_a_spreadsheet_are_pasted_as_text(page: Page, context: BrowserContext, quick: Served) -> None:
+    context.grant_permissions(["clipboard-read", "clipboard-write"])
+    page.goto(quick.url)
+    field = page.get_by_label("Message", exact=True)
+    field.evaluate(COPY, {"text/plain": "pear\t3", "text/html": "<table><tr><td>pear<td>3</table>"})
+    field.press("Control+v")
+    expect(field).to_have_value("pear\t3")
+    expect(page.get_by_role("alert")).to_have_count(0)
+    field.evaluate(COPY, {"text/html": "<img src=x>"})
+    field.press("Control+v")
+    expect(page.get_by_role("alert")).to_contain_text("can’t read pictures")
+    expect(field).to_have_value("pear\t3")
 
 
 def test_a_message_waits_for_the_file_that_is_attached_to_it(page: Page, quick: Served) -> None:

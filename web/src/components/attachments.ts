@@ -37,6 +37,12 @@ export function toPart(file: Attachment): Part {
   return 'blob' in file ? file.blob : { type: 'text', text: formatTextFile(file) }
 }
 
+/** Whether pasted files are only a picture of text: cells or paragraphs of an office program. Copied pictures and files have no such text. */
+export function isRichText(input: DataTransfer): boolean {
+  const isPicture = [...input.files].every((file) => file.type.startsWith('image/'))
+  return isPicture && input.types.includes('text/html') && input.getData('text/plain').trim() !== ''
+}
+
 export function isLongPaste(text: string): boolean {
   return text.length >= LONG_PASTE_CHARS || text.split('\n', LONG_PASTE_LINES + 1).length > LONG_PASTE_LINES
 }
