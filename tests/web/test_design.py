@@ -190,6 +190,17 @@ def test_the_map_says_what_is_in_each_branch(page: Page, quick: Served, client: 
     expect(last_reply(page).get_by_label("Version 1 of 2")).to_be_visible()
 
 
+def test_the_map_of_a_long_conversation_opens_where_one_is(page: Page, quick: Served, client: httpx.Client) -> None:
+    said = [{"role": role, "content": f"{role} {n}"} for n in range(60) for role in ("user", "assistant")]
+    made = client.post("/api/import", content=json.dumps({"messages": said})).json()[0]["id"]
+    page.goto(f"{quick.url}/#/c/{made}")
+    expect(last_reply(page)).to_contain_text("assistant 59")
+    page.keyboard.press("Alt+m")
+    here = page.get_by_role("group", name="Messages").get_by_role("button").last
+    expect(here).to_be_focused()
+    expect(here).to_be_in_viewport()
+
+
 def test_the_sidebar_renames_pins_and_selects(page: Page, quick: Served, client: httpx.Client) -> None:
     made = [client.post("/api/conversations", json={"title": f"Sidebar {n}"}).json()["id"] for n in range(4)]
     page.goto(quick.url)
