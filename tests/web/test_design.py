@@ -201,6 +201,24 @@ def test_the_map_of_a_long_conversation_opens_where_one_is(page: Page, quick: Se
     expect(here).to_be_in_viewport()
 
 
+def test_keys_do_nothing_behind_a_dialog(page: Page, quick: Served) -> None:
+    page.goto(quick.url)
+    ask(page, "Once")
+    ended(page)
+    page.keyboard.press("Alt+m")
+    expect(page.get_by_role("dialog", name="Map of the conversation")).to_be_visible()
+    for key in ("Alt+r", "Alt+f", "Alt+n"):
+        page.keyboard.press(key)
+    page.keyboard.press("Alt+p")
+    settings = page.get_by_role("dialog", name="Conversation settings")
+    expect(settings).to_be_visible()
+    page.keyboard.press("Escape")
+    expect(settings).to_have_count(0)
+    expect(page.get_by_role("search", name="Find in conversation")).to_have_count(0)
+    expect(last_reply(page)).to_contain_text("Yes.")
+    expect(page.get_by_label("Version 2 of 2")).to_have_count(0)
+
+
 def test_the_sidebar_renames_pins_and_selects(page: Page, quick: Served, client: httpx.Client) -> None:
     made = [client.post("/api/conversations", json={"title": f"Sidebar {n}"}).json()["id"] for n in range(4)]
     page.goto(quick.url)

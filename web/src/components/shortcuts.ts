@@ -3,6 +3,8 @@
 export interface Shortcut {
   keys: string[]
   label: string
+  /** Whether the key also works in a dialog, whose place the other one takes. All others act on what is behind it. */
+  opensDialog?: boolean
   matches: (event: KeyboardEvent) => boolean
   run: () => void
 }
