@@ -261,6 +261,30 @@ def test_search_tags_titles_delete_and_restore(page: Page, talk: str, sprout: Se
     ended(page)
 
 
+def test_a_deleted_conversation_is_restored_where_it_is_open(page: Page, sprout: Served, api: httpx.Client) -> None:
+    said = [{"role": role, "content": f"{role} speaks"} for role in ("user", "assistant")]
+    made = api.post("/api/import", content=json.dumps({"messages": said})).json()[0]["id"]
+    page.goto(f"{sprout.url}/#/c/{made}")
+    expect(last_reply(page)).to_contain_text("assistant speaks")
+    api.delete(f"/api/conversations/{made}")
+    deleted = page.get_by_text("This conversation was deleted.")
+    expect(deleted).to_be_visible()
+    assert axe_violations(page) == []
+    page.get_by_role("button", name="Restore", exact=True).click()
+    expect(deleted).to_have_count(0)
+    expect(page.get_by_label("Message", exact=True)).to_be_focused()
+    api.delete(f"/api/conversations/{made}")
+    expect(deleted).to_be_visible()
+    page.reload()
+    expect(deleted).to_be_visible()
+    api.post(f"/api/conversations/{made}/undelete")
+    expect(last_reply(page)).to_contain_text("assistant speaks")
+    expect(deleted).to_have_count(0)
+    page.goto(f"{sprout.url}/#/c/nowhere")
+    expect(page.get_by_text("This conversation doesn’t exist.")).to_be_visible()
+    expect(page.get_by_role("button", name="Restore", exact=True)).to_have_count(0)
+
+
 def test_what_is_exported_can_be_imported(page: Page, sprout: Served, api: httpx.Client, tmp_path: Path) -> None:
     page.goto(sprout.url)
     ask(page, "Export me")

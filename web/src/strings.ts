@@ -116,6 +116,7 @@ export const strings = {
   chat: {
     conversation: 'Conversation',
     missing: 'This conversation doesn’t exist. It may have been deleted, or it belongs to someone else.',
+    deleted: 'This conversation was deleted.',
     you: 'You',
     sending: 'Sending…',
     waitingForModel: 'Waiting for the model…',

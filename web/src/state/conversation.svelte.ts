@@ -16,6 +16,7 @@ import { Turn } from './turn.svelte'
 
 const NO_CURSOR: Cursor = { message_id: null, can_undo: false, can_redo: false }
 const RETRY_MS = 1000
+const MAX_DELETED = 1000 // the newest of the deleted conversations, among which a missing one is looked for
 
 export interface Pending {
   parts: Part[]
@@ -41,6 +42,8 @@ export class Conversation {
   /** The model that is being loaded for the next reply. */
   loading: ModelCard | null = $state.raw(null)
   missing = $state(false)
+  /** Whether it is missing because it was deleted: it can be restored. */
+  isDeleted = $state(false)
   loaded = $state(false)
   readonly turns = new SvelteMap<string, Turn>()
   /** The tool calls that the server runs, by reply. */
@@ -139,8 +142,9 @@ export class Conversation {
       await this.#loadPath(leaf)
       if (leaf !== cursor.message_id) await this.#moveCursor(leaf)
       this.loaded = true
+      this.missing = false
     } catch (error) {
-      if (error instanceof ApiError && error.status === 404) this.missing = true
+      if (error instanceof ApiError && error.status === 404) await this.#handleMissing()
       else if (!this.#closed) this.#retryLater(() => void this.open(at))
     }
   }
@@ -167,7 +171,11 @@ export class Conversation {
 
   /** Loads the current state. If the branch has grown, its new end is shown. */
   refresh(): void {
-    if (!this.loaded || this.#closed) return
+    if (this.#closed) return
+    if (!this.loaded) {
+      if (this.missing) void this.open() // it may have been restored
+      return
+    }
     for (const column of this.columns) column.refresh()
     if (this.#writing > 0 || this.#refreshing) {
       this.#stale = true
@@ -175,7 +183,7 @@ export class Conversation {
     }
     this.#refreshing = this.#refresh()
       .catch((error: unknown) => {
-        if (error instanceof ApiError && error.status === 404) this.missing = true
+        if (error instanceof ApiError && error.status === 404) return this.#handleMissing()
       })
       .finally(() => {
         this.#refreshing = null
@@ -196,6 +204,7 @@ export class Conversation {
     }
     for (const [id, round] of this.rounds) if (round.state === 'open') void this.#loadRound(id)
     const previous = this.tree
+    this.missing = false
     this.about = about
     this.cursor = cursor
     this.comparisons = comparisons
@@ -370,6 +379,12 @@ export class Conversation {
 
   #loadCursor(): Promise<Cursor> {
     return this.isColumn ? Promise.resolve(NO_CURSOR) : api.getCursor(this.id, tab.name)
+  }
+
+  async #handleMissing(): Promise<void> {
+    const deleted = await api.listConversations({ limit: MAX_DELETED, deleted: true }).catch(() => [])
+    this.isDeleted = deleted.some((one) => one.id === this.id)
+    this.missing = true
   }
 
   #loadComparisons(): Promise<Comparison[]> {
