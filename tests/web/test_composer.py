@@ -73,6 +73,23 @@ def test_a_message_waits_for_the_file_that_is_attached_to_it(page: Page, quick: 
     expect(page.get_by_label("Attached files")).to_have_count(0)
 
 
+def test_a_message_looks_the_same_while_it_is_sent(page: Page, quick: Served) -> None:
+    page.goto(quick.url)
+    note = {"name": "notes.txt", "mimeType": "text/plain", "buffer": b"A line of many."}
+    page.locator("form input[type=file]").set_input_files(note)  # type: ignore[arg-type]
+    expect(page.get_by_label("Attached files")).to_contain_text("notes.txt")
+    go_on = hold(page, "**/say", "POST")
+    ask(page, "What do my notes say?")
+    sending = page.locator("article.pending")
+    expect(sending.locator("summary")).to_have_text("notes.txt")
+    expect(sending.get_by_text("A line of many.")).to_be_hidden()
+    listed = page.get_by_role("navigation", name="Conversations").get_by_role("listitem").first
+    expect(listed).to_contain_text("What do my notes say?")
+    go_on()
+    ended(page)
+    expect(page.locator("article.user summary")).to_have_text("notes.txt")
+
+
 def test_the_focus_goes_where_the_next_key_belongs(page: Page, quick: Served) -> None:
     page.goto(quick.url)
     field = page.get_by_label("Message", exact=True)

@@ -16,6 +16,7 @@ import { Turn } from './turn.svelte'
 
 const NO_CURSOR: Cursor = { message_id: null, can_undo: false, can_redo: false }
 const RETRY_MS = 1000
+const TITLE_CHARS = 80
 const MAX_DELETED = 1000 // the newest of the deleted conversations, among which a missing one is looked for
 
 export interface Pending {
@@ -84,6 +85,11 @@ export class Conversation {
   closeColumn(column: Conversation): void {
     this.columns.delete(column)
     column.close()
+  }
+
+  /** The title, or the first words until the first message is stored; may be empty. */
+  get title(): string {
+    return this.about?.title || (this.path.length === 0 ? this.pending?.parts.find((part) => part.type === 'text')?.text.trim().slice(0, TITLE_CHARS) : '') || ''
   }
 
   get leaf(): string | null {
