@@ -77,6 +77,22 @@ def _check_sides(reply: Locator) -> None:
     assert side(reply.locator("th").first, "left") > side(reply.locator("th").last, "left")
 
 
+def test_task_lists_have_boxes(phone: Page, tmp_path: Path) -> None:
+    tasks = "- [ ] buy *pears*\n- [x] wash them\n- [y] not a task\n- `[ ]` code\n\n1. [X] Loose\n\n2. items\n"
+    with said(phone, tmp_path, tasks) as reply:
+        boxes = reply.get_by_role("img")
+        expect(boxes).to_have_count(3)
+        for index, name in enumerate(("not done", "done", "done")):
+            expect(boxes.nth(index)).to_have_accessible_name(name)
+        items = reply.get_by_role("listitem")
+        expect(items.nth(0)).to_have_text("buy pears")
+        expect(items.nth(0)).to_have_css("list-style-type", "none")
+        expect(items.nth(2)).to_have_text("[y] not a task")
+        expect(items.nth(3)).to_have_text("[ ] code")
+        expect(items.nth(4)).to_have_text("Loose")
+        expect(items.nth(5)).to_have_text("items")
+
+
 def test_code_at_its_beginning_does_not_turn_a_line_round(phone: Page, tmp_path: Path) -> None:
     with said(phone, tmp_path, ARABIC) as reply:
         for name in ("p", "ul", "table", "th:nth-child(2)"):

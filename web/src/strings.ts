@@ -653,6 +653,8 @@ export const strings = {
     copyCode: (language: string) => `Copy ${language}`,
     picture: 'picture',
     table: 'Table',
+    done: 'done',
+    open: 'not done',
   },
 
   errors: {

@@ -50,6 +50,7 @@ export function renderMarkdown(source: string, references: References, breaks = 
     link.target = '_blank'
     link.rel = 'noopener noreferrer nofollow'
   }
+  for (const item of fragment.querySelectorAll('li')) drawCheckbox(item)
   // code and formulas do not affect the direction of the surrounding text: `auto` skips elements with a direction
   for (const element of fragment.querySelectorAll<HTMLElement>(WITHOUT_DIRECTION)) element.dir = 'ltr'
   for (const element of fragment.querySelectorAll<HTMLElement>('td, th')) element.dir = 'auto'
@@ -67,6 +68,22 @@ export function renderMarkdown(source: string, references: References, breaks = 
     wrapper.append(table)
   }
   return fragment
+}
+
+/** Replaces the brackets of an item of a task list, `[ ]` or `[x]`, with a box. */
+function drawCheckbox(item: HTMLLIElement): void {
+  const lead = [...item.childNodes].find((node) => node.textContent?.trim())
+  const first = lead instanceof HTMLParagraphElement ? lead.firstChild : lead
+  const mark = first instanceof Text ? /^\s*\[([ xX])\]\s/.exec(first.data) : null
+  if (!(first instanceof Text) || !mark) return
+  const isDone = mark[1] !== ' '
+  const box = document.createElement('span')
+  box.className = isDone ? 'checkbox done' : 'checkbox'
+  box.role = 'img'
+  box.ariaLabel = isDone ? strings.markdown.done : strings.markdown.open
+  first.data = first.data.slice(mark[0].length)
+  first.before(box)
+  item.className = 'task'
 }
 
 /** The text of an element without its code and formulas. */
