@@ -44,9 +44,13 @@ def test_a_queue_survives_a_reload_and_waits_where_a_reply_was_stopped(page: Pag
     field = page.get_by_label("Message", exact=True)
     for text in ("Keep me", "Change me", "Remove me"):
         ask(page, text)
+    go_on = hold(page, "**/nodes*", "GET")
     page.reload()
     waiting = page.get_by_label("Queued messages").get_by_role("listitem")
     expect(waiting).to_have_text(["Keep me", "Change me", "Remove me"])
+    expect(page.get_by_role("button", name="Send now")).to_have_count(0)  # whether the reply runs is not known yet
+    go_on()
+    ended(page, "running")
     page.get_by_role("button", name="Remove: Remove me").click()
     field.press("ArrowUp")  # the last one comes back
     expect(field).to_have_value("Change me")
