@@ -396,11 +396,18 @@ def test_files_of_text_go_into_the_message_and_pictures_say_why_not(
     page.locator("article.user").get_by_role("button", name="Edit").click()
     words = page.get_by_role("textbox", name="Your message")
     expect(words).to_have_value("What does it say?")
+    expect(page.locator("form.edit").get_by_label("Attached files")).to_contain_text("notes.md")
     words.fill("And now?")
     page.locator("form.edit").get_by_role("button", name="Send").click()
     expect(page.locator("article.user")).to_contain_text("And now?")
     ended(page)
     assert stored(api, conversation(page))[0]["parts"][1:] == parts[1:]
+    page.locator("article.user").get_by_role("button", name="Edit").click()
+    page.get_by_role("button", name="Remove notes.md").click()
+    page.locator("form.edit").get_by_role("button", name="Send").click()
+    expect(page.get_by_label("Version 3 of 3")).to_be_visible()
+    ended(page)
+    assert stored(api, conversation(page))[0]["parts"] == [{"type": "text", "text": "And now?"}]
 
 
 def test_a_tool_call_is_a_card_that_takes_a_result(page: Page, sprout: Served, api: httpx.Client) -> None:
