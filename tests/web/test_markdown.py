@@ -77,6 +77,17 @@ def _check_sides(reply: Locator) -> None:
     assert side(reply.locator("th").first, "left") > side(reply.locator("th").last, "left")
 
 
+def test_an_environment_is_a_formula(phone: Page, tmp_path: Path) -> None:
+    lines = "\\begin{align*}\nx &= 1 \\\\\ny &= 2\n\\end{align*}\n"
+    solved = f"So:\n{lines}\n{lines}\n\\begin{{gather}} z \\end{{gather}}\n\n"
+    with said(phone, tmp_path, f"{solved}Not one: `\\begin{{align}}` and \\begin{{nothing}}.") as reply:
+        expect(reply.locator("div.math .katex-display")).to_have_count(3)
+        expect(reply.locator(".katex-error")).to_have_count(0)
+        expect(reply.locator(".eqn-num")).to_have_count(1)
+        expect(reply.locator(".eqn-num")).to_be_hidden()  # each would be number 1
+        expect(reply).to_contain_text("Not one: \\begin{align} and \\begin{nothing}.")
+
+
 def test_task_lists_have_boxes(phone: Page, tmp_path: Path) -> None:
     tasks = "- [ ] buy *pears*\n- [x] wash them\n- [y] not a task\n- `[ ]` code\n\n1. [X] Loose\n\n2. items\n"
     with said(phone, tmp_path, tasks) as reply:

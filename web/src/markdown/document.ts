@@ -1,5 +1,6 @@
 // A growing Markdown text, split into closed blocks and one open block. The cost of another token depends on the length
 // of its block, not on that of the reply.
+import { endOfEnvironment } from './math'
 
 export interface Block {
   readonly kind: 'text' | 'code'
@@ -166,6 +167,10 @@ export class MarkdownDocument {
     const words = line.trim()
     if (words.startsWith('$$') && !(words.length > 2 && words.endsWith('$$'))) open.math = '$$'
     else if (words.startsWith('\\[') && !words.includes('\\]')) open.math = '\\]'
+    else {
+      const end = endOfEnvironment(words)
+      if (end && !words.includes(end)) open.math = end
+    }
   }
 
   #endsBlock(open: OpenBlock, line: string): boolean {
