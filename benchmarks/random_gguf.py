@@ -1,5 +1,5 @@
-"""GGUF files of random weights in the shapes of published models, for measurements. All layers have the same weights, and
-so have all experts of a layer: what is computed and what is read from memory is that of a real file."""
+"""GGUF files of random weights in the shapes of published models, for measurements. All layers have the same weights,
+and so have all experts of a layer: what is computed and what is read from memory is that of a real file."""
 
 from __future__ import annotations
 
