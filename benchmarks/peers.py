@@ -73,6 +73,7 @@ REPLY = 32
 SENTENCES = 40
 """Of a text that is new to all servers: about 1,000 tokens."""
 QUESTION = "Tell me, in as many words as you like, what you know about the number {} and about the word pear."
+TOP_K = 40
 START_SECONDS = 600
 """vLLM compiles the model at its first start."""
 PALAVER, GGUF = "palaver serve", "palaver serve model.gguf"
@@ -143,8 +144,8 @@ class HttpPeer:
         self._body = body
 
     def draw(self, temperature: float) -> None:
-        """Draws the tokens from now on."""
-        self._body |= {"temperature": temperature, "seed": 1}
+        """Draws the tokens from now on. Most of a random model are none of the tokenizer's, so only likely ones."""
+        self._body |= {"temperature": temperature, "seed": 1, "top_k": TOP_K}
 
     async def ask(self, messages: Sequence[dict[str, str]], tokens: int, **fields: Any) -> Answer:
         body = {"messages": messages, "max_tokens": tokens, "temperature": 0, "stream": True}

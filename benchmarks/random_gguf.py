@@ -23,7 +23,6 @@ SHAPES: dict[str, dict[str, Any]] = {
         "model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10_240, "num_attention_heads": 8,
         "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 262_144, "num_hidden_layers": 34,
         "sliding_window": 1024, "rope_parameters": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
-        "tie_word_embeddings": True,
     },
     "gpt-oss-20b": {
         "model_type": "gpt_oss", "hidden_size": 2880, "intermediate_size": 2880, "num_local_experts": 32,
@@ -33,7 +32,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         | {"original_max_position_embeddings": 4096},
     },
 }  # fmt: skip
-"""Settings of config.json. Contexts are short, so that llama.cpp's cache fits beside the weights."""
+"""Settings of config.json. Contexts are short, so that llama.cpp's cache fits beside the weights. Heads have weights of
+their own: a random model with those of its embedding repeats one token."""
 SEED = 1
 
 
@@ -53,9 +53,8 @@ def write_random_gguf(folder: Path, path: Path, kind: str) -> Path:
     texts = _texts(folder)
     head[texts] = rng.standard_normal((len(texts), hidden), np.float32) * 0.05
     rest = "q8_0" if kind == "mxfp4" else kind
-    tensors: dict[str, tuple[str, Array | Repeated]] = {"token_embd.weight": (rest, head)}
-    if not config["tie_word_embeddings"]:
-        tensors["output.weight"] = (rest, head)
+    tensors: dict[str, tuple[str, Array | Repeated]] = {"token_embd.weight": (rest, np.roll(head, 1, axis=1))}
+    tensors["output.weight"] = (rest, head)
     tensors["output_norm.weight"] = ("f32", np.ones(hidden, np.float32))
     layer = dict(_layer(config, kind, rest, rng))
     for number in range(config["num_hidden_layers"]):
