@@ -326,10 +326,10 @@ class TestInvalidRequests:
 def test_an_error_in_the_midst_of_a_stream_has_their_shape(live: LiveServer, http: httpx.Client) -> None:
     """The model is unloaded during the reply."""
     request = {
-        "messages": [{"role": "user", "content": "Count."}],
+        "messages": [{"role": "user", "content": "Count from 1 to 900."}],
         "stream": True,
         "max_tokens": 8000,
-        "temperature": 3,
+        "temperature": 0,
     }
     with http.stream("POST", MESSAGES, json=request) as answer:
         lines = answer.iter_lines()
@@ -352,7 +352,8 @@ async def _load(live: LiveServer) -> None:
 
 def test_a_reply_ends_when_its_client_leaves(live: LiveServer, http: httpx.Client) -> None:
     for streams in (True, False):
-        request = {"messages": SUM, "stream": streams, "max_tokens": 8000, "temperature": 3}
+        question = [{"role": "user", "content": "Count from 1 to 900."}]
+        request = {"messages": question, "stream": streams, "max_tokens": 8000, "temperature": 0}
         try:
             with http.stream("POST", MESSAGES, json=request, timeout=0.3 if not streams else 60) as answer:
                 next(answer.iter_lines())
