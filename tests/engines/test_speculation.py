@@ -356,6 +356,27 @@ def test_an_expected_opening_is_computed_with_the_prompt(
 
 
 @needs_a_compiler
+async def test_openings_of_deleted_conversations_are_not_remembered(
+    folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DraftLookup, "propose", lambda *_: ())
+    alike = Sampling(temperature=0, max_tokens=4, logit_bias=((ord("a"), 90.0),))
+    engine = load(folder_of("qwen3"), vocabulary=tiny.VOCABULARY)
+    try:
+        for number in range(2):
+            await run(engine, Prompt(tuple(f"{number} ok:".encode())), alike)
+        await engine.forget("any")
+        before = engine.statistics.draft_tokens
+        await run(engine, Prompt(tuple(b"2 ok:")), alike)
+        assert engine.statistics.draft_tokens == before
+        await run(engine, Prompt(tuple(b"3 ok:")), alike)
+        await run(engine, Prompt(tuple(b"4 ok:")), alike)
+        assert engine.statistics.draft_tokens > before
+    finally:
+        await engine.close()
+
+
+@needs_a_compiler
 async def test_openings_of_many_prompts_are_no_larger_than_other_drafts(
     folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -106,6 +106,7 @@ class Scheduler:
             self._outbox.put(generation, AnswerRequested(sequence.processor.reply.answer_now(position)))
 
     def forget(self, conversation: str) -> None:
+        self._openings = ReplyOpenings()  # no conversation is noted there: replies show soon what they begin with
         self._runner.forget(conversation)
 
     def drain(self) -> list[LocalGeneration]:
