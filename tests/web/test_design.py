@@ -373,6 +373,22 @@ def test_everything_can_be_pressed_with_a_finger(phone: Page, tmp_path: Path, bu
         assert small_targets(phone) == []
 
 
+def test_the_list_of_a_phone_closes_when_the_address_changes(phone: Page, quick: Served, client: httpx.Client) -> None:
+    id = client.post("/api/conversations", json={"title": "Linked"}).json()["id"]
+    phone.goto(quick.url)
+    menu = phone.get_by_role("button", name="Conversations", exact=True)
+    menu.tap()
+    expect(menu).to_have_attribute("aria-expanded", "true")
+    phone.evaluate("id => { location.hash = `#/c/${id}` }", id)
+    expect(phone.get_by_role("heading", level=1)).to_have_text("Linked")
+    phone.get_by_role("button", name="Settings").tap()
+    phone.get_by_role("dialog").get_by_role("button", name="Close").tap()
+    menu.tap()
+    expect(menu).to_have_attribute("aria-expanded", "true")
+    phone.go_back()
+    expect(menu).to_have_attribute("aria-expanded", "false")
+
+
 def test_an_approval_can_be_pressed_with_a_finger(phone: Page, tmp_path: Path, built: None) -> None:
     with Served(tmp_path, "--calling") as served:
         open_conversation(phone, served, {"tool_servers": ["bad"]})
