@@ -133,7 +133,7 @@ def scripted(
 
 LOGIN = "as-it-is-printed"
 SECOND = "second"
-"""A further model, which is loaded once there is a file `loaded` in the folder."""
+"""A further model, which takes text only and is loaded once there is a file `loaded` in the folder."""
 
 
 async def serve(asked: argparse.Namespace) -> None:
@@ -146,7 +146,8 @@ async def serve(asked: argparse.Namespace) -> None:
         if asked.script:
             while name == SECOND and not (asked.folder / "loaded").exists():
                 await asyncio.sleep(0.05)
-            return scripted(asked.script, asked.rate, asked.context, tuple(asked.media), asked.blocks, name)
+            media = () if name == SECOND else tuple(asked.media)
+            return scripted(asked.script, asked.rate, asked.context, media, asked.blocks, name)
         if asked.gguf:
             return await ModelLoader(LoadOptions(states=asked.folder / STATES)).load(name, told)
         from tests.server.live_server import sprout  # torch is not for servers that only recite

@@ -213,6 +213,7 @@ export const strings = {
     remove: 'Remove',
     removeNamed: (number: number) => `Remove reply ${count(number)}`,
     blind: 'Blind: show which is which after the choice',
+    cannotRead: (model: string, kind: FileKind) => `${model} is one of the compared models and can’t read ${FILE_KINDS[kind].files}. The message wasn’t sent.`,
     problem: (number: number, label: string, why: string) => `Reply ${count(number)}: ${label} ${why}.`,
     start: 'Start comparing',
     end: 'Stop comparing',

@@ -145,9 +145,12 @@ describe('the open conversation', () => {
 
   it('shows the replies of a comparison in columns until one is chosen', async () => {
     const conversation = await openConversation()
-    compareMode.set(true, false, [{ parameters: {} }, { parameters: { temperature: 0 } }])
+    const comparing = { blind: false, columns: [{ parameters: {} }, { parameters: { temperature: 0 } }] }
+    compareMode.start('c', comparing)
+    expect(compareMode.get('another')).toBe(null)
     expect(await conversation.send([{ type: 'text', text: 'a' }], 'key')).toBe(true)
-    compareMode.set(false, false, compareMode.columns)
+    compareMode.stop(comparing)
+    expect(compareMode.get('c')).toBe(null)
     expect(server.requests.find((one) => one.path.endsWith('/compare'))?.key).toBe('key')
     expect(ids(conversation)).toEqual(['question'])
     expect(conversation.comparison?.id).toBe('k')

@@ -1,33 +1,52 @@
-// The settings of comparisons: the columns that each message is sent to, stored by the browser.
+// The settings of comparisons: the columns that each message of a conversation is sent to.
+//
+// A comparison belongs to the conversation in which it was started, in this tab. The browser stores the columns that were used last.
 import type { Column } from '../transport/types'
-import { load, save } from './storage'
+import { load, loadFromTab, save, saveToTab } from './storage'
 
-interface StoredComparison {
-  on: boolean
+export interface CompareSettings {
   blind: boolean
   columns: Column[]
 }
 
-const DEFAULT_COLUMNS: Column[] = [{ parameters: {} }, { parameters: { temperature: 1.2 } }]
+const NEW = '' // stands for a new conversation
+const STORED = 'compare'
+const DEFAULTS: CompareSettings = { blind: false, columns: [{ parameters: {} }, { parameters: { temperature: 1.2 } }] }
 
 class CompareMode {
-  on = $state(false)
-  blind = $state(false)
-  columns: Column[] = $state.raw(DEFAULT_COLUMNS)
+  /** What the next comparison begins with. */
+  last: CompareSettings = $state.raw(DEFAULTS)
+  #active: Record<string, CompareSettings> = $state.raw(loadFromTab<Record<string, CompareSettings>>(STORED) ?? {})
 
   constructor() {
-    const { on, blind, columns } = load<StoredComparison>('compare', { on: false, blind: false, columns: DEFAULT_COLUMNS })
-    if (!Array.isArray(columns) || columns.length < 2) return
-    this.on = on
-    this.blind = blind
-    this.columns = columns
+    const { blind, columns } = load<CompareSettings>(STORED, DEFAULTS)
+    if (Array.isArray(columns) && columns.length >= 2) this.last = { blind: blind === true, columns }
   }
 
-  set(on: boolean, blind: boolean, columns: Column[]): void {
-    this.on = on
-    this.blind = blind
-    this.columns = columns
-    save('compare', { on, blind, columns })
+  /** The settings by which the messages of a conversation are compared, or null; null stands for a new conversation. */
+  get(conversation: string | null): CompareSettings | null {
+    return this.#active[conversation ?? NEW] ?? null
+  }
+
+  start(conversation: string | null, settings: CompareSettings): void {
+    this.last = settings
+    save(STORED, settings)
+    this.#set({ ...this.#active, [conversation ?? NEW]: settings })
+  }
+
+  stop(settings: CompareSettings): void {
+    this.#set(Object.fromEntries(Object.entries(this.#active).filter(([, one]) => one !== settings)))
+  }
+
+  /** A new conversation was created, or discarded. */
+  move(from: string | null, to: string | null): void {
+    const { [from ?? NEW]: settings, ...others } = this.#active
+    if (settings) this.#set({ ...others, [to ?? NEW]: settings })
+  }
+
+  #set(active: Record<string, CompareSettings>): void {
+    this.#active = active
+    saveToTab(STORED, Object.keys(active).length > 0 ? active : null)
   }
 }
 

@@ -7,9 +7,9 @@ import * as api from '../transport/api'
 import { ApiError, newKey } from '../transport/http'
 import type { Stream } from '../transport/stream'
 import type { CallDecision, Change, Comparison, Conversation as About, Cursor, Gauge, ModelCard, Part, Said, Stored, ToolRound } from '../transport/types'
-import { compareMode } from './compare.svelte'
+import { compareMode, type CompareSettings } from './compare.svelte'
 import { model } from './model.svelte'
-import { notices } from './notices.svelte'
+import { ErrorWithAction, notices } from './notices.svelte'
 import { tab } from './tab.svelte'
 import { Tree } from './tree'
 import { Turn } from './turn.svelte'
@@ -239,8 +239,9 @@ export class Conversation {
     let sent = false
     const done = await this.#write(async () => {
       await this.#changing
-      if (compareMode.on && role === 'user') {
-        await this.#compare({ parent: this.leaf, message: { role, parts } }, key)
+      const comparing = compareMode.get(this.id)
+      if (comparing && role === 'user') {
+        await this.#compare({ parent: this.leaf, message: { role, parts } }, comparing, key)
         sent = true
         return
       }
@@ -259,7 +260,8 @@ export class Conversation {
     return this.#write(async () => {
       if (reply.parent_id === null) return
       await this.#changing
-      if (compareMode.on) return this.#compare({ parent: reply.parent_id, message: null }, newKey())
+      const comparing = compareMode.get(this.id)
+      if (comparing) return this.#compare({ parent: reply.parent_id, message: null }, comparing, newKey())
       await this.#moveTo((await api.createReply(this.id, reply.parent_id, newKey())).id)
     })
   }
@@ -376,11 +378,23 @@ export class Conversation {
     }
   }
 
-  async #compare(request: Pick<api.CompareRequest, 'parent' | 'message'>, key: string): Promise<void> {
-    const { columns, blind } = compareMode
-    const created = await api.startComparison(this.id, { ...request, columns, blind }, key)
+  async #compare(request: Pick<api.CompareRequest, 'parent' | 'message'>, settings: CompareSettings, key: string): Promise<void> {
+    const { columns, blind } = settings
+    const created = await api.startComparison(this.id, { ...request, columns, blind }, key).catch(async (error: unknown) => {
+      throw await this.#explainRefusal(error, request.message?.parts ?? [], settings)
+    })
     this.comparisons = [...this.comparisons.filter((one) => one.id !== created.id), created]
     await this.#moveTo(created.parent_id)
+  }
+
+  /** A message that a model of a comparison can't take: names the model, and offers to stop comparing. */
+  async #explainRefusal(error: unknown, parts: readonly Part[], settings: CompareSettings): Promise<unknown> {
+    if (!(error instanceof ApiError) || error.name !== 'unsupported_content') return error
+    const names = [...new Set(settings.columns.map((one) => String(one.parameters?.['model'] ?? this.about?.parameters['model'] ?? '')))]
+    const cards = await Promise.all(names.map((name) => api.getModel(name).catch(() => null)))
+    const kinds = parts.flatMap((part) => (part.type === 'blob' ? [part.kind] : []))
+    const [refusal] = cards.flatMap((card) => kinds.flatMap((kind) => (card && !card.media.includes(kind) ? [strings.compare.cannotRead(card.name, kind)] : [])))
+    return new ErrorWithAction(refusal ?? error.message, { label: strings.compare.end, run: () => compareMode.stop(settings) })
   }
 
   #loadCursor(): Promise<Cursor> {
@@ -500,7 +514,7 @@ export class Conversation {
   }
 
   async #findLoadingModel(): Promise<void> {
-    const models = compareMode.on ? compareMode.columns.map((one) => one.parameters?.['model']) : []
+    const models = compareMode.get(this.id)?.columns.map((one) => one.parameters?.['model']) ?? []
     const names = new Set([this.about?.parameters['model'], ...models].map((name) => String(name ?? '')))
     const cards = await Promise.all([...names].map((name) => api.getModel(name).catch(() => null)))
     if (this.#writing > 0) this.loading = cards.find((card) => card?.state === 'loading') ?? null

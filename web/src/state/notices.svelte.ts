@@ -10,7 +10,22 @@ export interface Notice {
   lines: Line[]
   isError: boolean
   cause: Cause | null
-  action: { label: string; run: () => void } | null
+  action: NoticeAction | null
+}
+
+export interface NoticeAction {
+  label: string
+  run: () => void
+}
+
+/** An error with a way out. */
+export class ErrorWithAction extends Error {
+  constructor(
+    message: string,
+    readonly action: NoticeAction,
+  ) {
+    super(message)
+  }
 }
 
 export interface Line {
@@ -35,7 +50,8 @@ class Notices {
   showError(error: unknown, defaultCause: Cause = 'action'): void {
     const text = error instanceof Error ? error.message : String(error)
     const cause = error instanceof UnreachableError ? 'connection' : defaultCause
-    this.#add(text, { id: this.#next++, isError: true, cause, action: null }, ERROR_MS)
+    const action = error instanceof ErrorWithAction ? error.action : null
+    this.#add(text, { id: this.#next++, isError: true, cause, action }, ERROR_MS)
   }
 
   dismiss(id: number): void {

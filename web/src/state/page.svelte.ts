@@ -3,6 +3,7 @@ import * as api from '../transport/api'
 import { ApiError } from '../transport/http'
 import { Stream } from '../transport/stream'
 import type { Change, Create, Part } from '../transport/types'
+import { compareMode } from './compare.svelte'
 import { Conversation } from './conversation.svelte'
 import { conversations } from './conversations.svelte'
 import { model } from './model.svelte'
@@ -81,10 +82,12 @@ class Page {
       return { sent: false, home: null }
     }
     onCreate(id)
+    compareMode.move(null, id)
     const conversation = await this.#openCreated(id)
     conversations.loadSoon()
     const sent = await conversation.send(parts, key)
     if (sent || conversation.leaf !== null || !(await this.#discard(id))) return { sent, home: id }
+    compareMode.move(id, null)
     if (this.conversation?.id === id) {
       await this.#show(null)
       route.replace(null)
