@@ -285,6 +285,23 @@ def test_a_deleted_conversation_is_restored_where_it_is_open(page: Page, sprout:
     expect(page.get_by_role("button", name="Restore", exact=True)).to_have_count(0)
 
 
+def test_a_message_to_a_deleted_conversation_is_kept_and_says_why(
+    page: Page, sprout: Served, api: httpx.Client
+) -> None:
+    id = api.post("/api/conversations", json={"title": "Short-lived"}).json()["id"]
+    page.goto(f"{sprout.url}/#/c/{id}")
+    expect(page.get_by_role("heading", level=1)).to_have_text("Short-lived")
+    api.delete(f"/api/conversations/{id}")
+    ask(page, "What is 2 + 2?")
+    alert = page.get_by_role("alert")
+    expect(alert).to_contain_text("This conversation was deleted. Restore it to go on with it.")
+    expect(page.get_by_label("Message", exact=True)).to_have_value("What is 2 + 2?")
+    alert.get_by_role("button", name="Restore").click()
+    expect(page.get_by_role("button", name="Restore")).to_have_count(0)
+    page.get_by_role("button", name="Send").click()
+    ended(page)
+
+
 def test_what_is_exported_can_be_imported(page: Page, sprout: Served, api: httpx.Client, tmp_path: Path) -> None:
     page.goto(sprout.url)
     ask(page, "Export me")

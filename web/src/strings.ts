@@ -3,6 +3,8 @@ import { count, plural, seconds } from './numbers'
 
 export type StarterName = 'sum' | 'table' | 'tool' | 'stop'
 
+const MISSING = 'This conversation doesn’t exist. It may have been deleted, or it belongs to someone else.'
+
 export const strings = {
   app: 'Palaver',
   documentTitle: (title: string) => `${title} · Palaver`,
@@ -115,8 +117,9 @@ export const strings = {
 
   chat: {
     conversation: 'Conversation',
-    missing: 'This conversation doesn’t exist. It may have been deleted, or it belongs to someone else.',
+    missing: MISSING,
     deleted: 'This conversation was deleted.',
+    deletedMeanwhile: 'This conversation was deleted. Restore it to go on with it.',
     you: 'You',
     sending: 'Sending…',
     waitingForModel: 'Waiting for the model…',
@@ -670,6 +673,7 @@ export const strings = {
           : null,
       unknown_format: () =>
         'Can’t read this file. Supported: JSONL with messages, ShareGPT, Markdown, and exports of Palaver, ChatGPT, Claude, Open WebUI and llama.cpp.',
+      not_found: ({ kind }) => (kind === 'conversation' ? MISSING : null),
       no_model: () => 'No model is loaded. Choose one first.',
       model_loading: () => 'The model is still loading. Try again in a moment.',
       no_key: () => 'This key isn’t valid.',

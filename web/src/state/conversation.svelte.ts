@@ -8,6 +8,7 @@ import { ApiError, newKey } from '../transport/http'
 import type { Stream } from '../transport/stream'
 import type { CallDecision, Change, Comparison, Conversation as About, Cursor, Gauge, ModelCard, Part, Said, Stored, ToolRound } from '../transport/types'
 import { compareMode, type CompareSettings } from './compare.svelte'
+import { conversations } from './conversations.svelte'
 import { model } from './model.svelte'
 import { ErrorWithAction, notices } from './notices.svelte'
 import { tab } from './tab.svelte'
@@ -526,9 +527,17 @@ export class Conversation {
       notices.clear('action', 'connection')
       return true
     } catch (error) {
-      notices.showError(error)
+      notices.showError(await this.#explainMissing(error))
       return false
     }
+  }
+
+  /** An action in this conversation after it was deleted: says so, and offers to restore it. */
+  async #explainMissing(error: unknown): Promise<unknown> {
+    if (!(error instanceof ApiError) || error.name !== 'not_found' || error.error.details?.['id'] !== this.id) return error
+    await this.#handleMissing()
+    if (!this.isDeleted) return error
+    return new ErrorWithAction(strings.chat.deletedMeanwhile, { label: strings.restore, run: () => void conversations.restore(this.id) })
   }
 
   #retryLater(action: () => void): void {

@@ -96,7 +96,7 @@ class Conversations {
   }
 
   async restore(...ids: string[]): Promise<void> {
-    notices.clear('deleted')
+    notices.clear('deleted', 'action')
     try {
       await Promise.all(ids.map(api.restoreConversation))
     } catch (error) {
