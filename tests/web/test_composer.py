@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import pytest
 from playwright.sync_api import Browser, BrowserContext, Page, Route, expect
 
-from tests.web.conftest import PATIENCE, Served
-from tests.web.screen import ask, conversation, ended, hold, last_reply, replies
+from tests.web.conftest import PATIENCE, Served, stored
+from tests.web.screen import ask, conversation, ended, hold, keep_picture, last_reply, replies
 
 REFUSAL = json.dumps({"error": {"type": "server_error", "message": "No room.", "param": None, "code": None}})
 DROP = """(element) => {
@@ -18,6 +19,13 @@ DROP = """(element) => {
   dataTransfer.items.add(new File(['Some notes.'], 'notes.txt', { type: 'text/plain' }))
   const init = { bubbles: true, cancelable: true, dataTransfer }
   return ['dragover', 'drop'].map((name) => !element.dispatchEvent(new DragEvent(name, init)))
+}"""
+
+
+PASTE = """(element) => {
+  const clipboardData = new DataTransfer()
+  clipboardData.items.add(new File(['Pasted.'], 'pasted.txt', { type: 'text/plain' }))
+  element.dispatchEvent(new ClipboardEvent('paste', { clipboardData, bubbles: true, cancelable: true }))
 }"""
 
 
@@ -200,6 +208,39 @@ def test_enter_means_the_same_in_the_editor(page: Page, quick: Served) -> None:
     expect(page.locator("article.user").get_by_label("Version 2 of 2")).to_be_visible()
     assert page.locator("article.user p").inner_text() == "After\ntwo lines"
     ended(page)
+
+
+def test_files_are_added_to_a_message_in_its_editor(
+    page: Page, quick: Served, client: httpx.Client, tmp_path: Path
+) -> None:
+    page.goto(quick.url)
+    ask(page, "Read this.")
+    ended(page)
+    page.locator("article.user").get_by_role("button", name="Edit").click()
+    editor = page.locator("form.edit")
+    files = editor.get_by_label("Attached files")
+    (tmp_path / "chosen.txt").write_text("Chosen.")
+    with page.expect_file_chooser() as chooser:
+        editor.get_by_role("button", name="Attach files").click()
+    chooser.value.set_files([tmp_path / "chosen.txt"])
+    expect(files).to_contain_text("chosen.txt")
+    field = editor.get_by_label("Your message")
+    assert field.evaluate(DROP)[1]
+    expect(files).to_contain_text("notes.txt")
+    field.evaluate(PASTE)
+    expect(files.get_by_role("listitem")).to_have_count(3)
+    expect(page.get_by_label("Attached files")).to_have_count(1)  # the message field has none
+    keep_picture(page, "editor")
+    files.get_by_role("button", name="Remove notes.txt").click()
+    editor.get_by_role("button", name="Send").click()
+    expect(page.get_by_label("Version 2 of 2")).to_be_visible()
+    ended(page)
+    parts = stored(client, conversation(page))[0]["parts"]
+    assert [part["text"] for part in parts] == [
+        "Read this.",
+        "\n\nFile chosen.txt:\n\nChosen.",
+        "\n\nFile pasted.txt:\n\nPasted.",
+    ]
 
 
 def test_esc_closes_what_is_open_before_it_stops_a_reply(page: Page, endless: Served) -> None:
