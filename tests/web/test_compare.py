@@ -39,8 +39,10 @@ def talk(page: Page, served: Served) -> Iterator[Page]:
     served.go_on()
 
 
-def start_comparing(page: Page, blind: bool = False) -> None:
+def start_comparing(page: Page, blind: bool = False, is_phone: bool = False) -> None:
     """By the keyboard alone."""
+    if is_phone:
+        press_on(page, page.get_by_role("button", name="Attach and more"), key="Tab")
     press_on(page, page.get_by_role("button", name="Compare replies"), key="Tab")
     dialog = page.get_by_role("dialog", name="Compare replies")
     for field, text in ((dialog.get_by_label("Temperature").first, "0"), (dialog.get_by_label("Name").nth(1), "warm")):
@@ -136,7 +138,7 @@ def test_a_phone_has_tabs(browser: Browser, served: Served) -> None:
     context = browser.new_context(viewport={"width": 390, "height": 780}, color_scheme="dark", has_touch=True)
     page = context.new_page()
     page.goto(served.url)
-    start_comparing(page)
+    start_comparing(page, is_phone=True)
     page.get_by_label("Message", exact=True).fill("Name a river.")
     page.get_by_role("button", name="Send").click()
     tabs = compared(page).get_by_role("tab")

@@ -14,7 +14,7 @@ from playwright.sync_api import Browser, Locator, Page, expect
 from pypdf import PdfReader
 
 from tests.web.conftest import PATIENCE, Served
-from tests.web.screen import act, ask, conversation, ended, last_reply
+from tests.web.screen import act, ask, conversation, ended, keep_picture, last_reply
 from tests.web.test_manners import axe_violations
 from tests.web.test_tools import approval, calls, open_conversation, press_on
 
@@ -41,6 +41,15 @@ def small_targets(page: Page) -> list[str]:
           .filter(([e, box]) => box.height < size - 0.5 || box.width < size - 0.5)
           .map(([e, box]) => `${box.width}x${box.height} ${e.outerHTML.slice(0, 100)}`)""",
         TOUCH,
+    )
+    return found
+
+
+def rows_of_buttons(page: Page) -> int:
+    """How many rows the buttons of the message field have."""
+    found: int = page.locator("form.composer .controls").evaluate(
+        """controls => new Set([...controls.querySelectorAll('button, select')].filter(e => e.checkVisibility())
+          .map(e => e.getBoundingClientRect()).map(box => Math.round(box.top + box.height / 2))).size"""
     )
     return found
 
@@ -353,9 +362,9 @@ def test_everything_can_be_pressed_with_a_finger(phone: Page, tmp_path: Path, bu
         assert small_targets(phone) == []
         phone.keyboard.press("Escape")
         dialog = phone.get_by_role("dialog")
-        for name in ("Map", "Compare replies"):
-            if name == "Map":
-                phone.get_by_role("button", name="More", exact=True).tap()
+        for menu, name in (("More", "Map"), ("Attach and more", "Compare replies")):
+            phone.get_by_role("button", name=menu, exact=True).tap()
+            assert small_targets(phone) == []
             phone.get_by_role("button", name=name).last.tap()
             expect(dialog).to_be_visible()
             assert small_targets(phone) == []
@@ -371,6 +380,21 @@ def test_everything_can_be_pressed_with_a_finger(phone: Page, tmp_path: Path, bu
         phone.get_by_role("button", name="Conversations", exact=True).tap()
         expect(phone.get_by_label("Search conversations")).to_be_in_viewport()
         assert small_targets(phone) == []
+
+
+def test_the_buttons_of_a_running_reply_have_one_row_on_a_phone(phone: Page, endless: Served) -> None:
+    phone.goto(endless.url)
+    ask(phone, "Well?")
+    phone.get_by_role("button", name="Send").tap()
+    phone.get_by_label("Message", exact=True).fill("And then?")
+    for name in ("Answer now", "Queue", "Stop"):
+        expect(phone.get_by_role("button", name=name, exact=True)).to_be_visible()
+    assert rows_of_buttons(phone) == 1
+    assert too_wide(phone) == []
+    assert small_targets(phone) == []
+    keep_picture(phone, "phone-running")
+    phone.get_by_role("button", name="Stop", exact=True).tap()
+    expect(last_reply(phone)).to_have_attribute("data-status", "stopped")
 
 
 def test_the_list_of_a_phone_closes_when_the_address_changes(phone: Page, quick: Served, client: httpx.Client) -> None:

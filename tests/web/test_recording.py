@@ -7,11 +7,12 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
-from playwright.sync_api import Locator, Page, expect
+from playwright.sync_api import Browser, Locator, Page, expect
 
 from tests.voice.tiny_models import make_whisper
 from tests.web.conftest import PATIENCE, Served
-from tests.web.screen import ask, conversation, ended
+from tests.web.screen import ask, conversation, ended, keep_picture
+from tests.web.test_design import rows_of_buttons, small_targets, too_wide
 from tests.web.test_manners import axe_violations
 
 DENIED = """navigator.mediaDevices.getUserMedia = () => Promise.reject(new DOMException('no', 'NotAllowedError'))"""
@@ -175,3 +176,35 @@ def test_a_browser_that_would_send_speech_elsewhere_takes_none(page: Page, quick
     page.goto(quick.url)
     expect(page.get_by_role("group", name="Examples")).to_be_visible()
     expect(page.get_by_role("button", name="Dictate")).to_have_count(0)
+
+
+@pytest.mark.parametrize("width", [360, 390])
+def test_the_buttons_of_a_phone_have_one_row(browser: Browser, listening: Served, width: int) -> None:
+    """Of a model that sees and hears."""
+    context = browser.new_context(viewport={"width": width, "height": 844}, has_touch=True, is_mobile=True)
+    page = context.new_page()
+    page.goto(listening.url)
+    expect(page.get_by_role("button", name="Dictate")).to_be_visible()
+    expect(page.get_by_role("switch", name="Thinking")).to_be_visible()
+    assert rows_of_buttons(page) == 1
+    page.get_by_role("button", name="Attach and more").tap()
+    for name in ("Attach files", "Record sound", "Voice", "Take a picture"):
+        expect(page.get_by_role("button", name=name, exact=True)).to_be_visible()
+    assert small_targets(page) == []
+    keep_picture(page, f"phone-menu-{width}")
+    page.get_by_role("button", name="Compare replies").tap()
+    page.get_by_role("button", name="Start comparing").tap()
+    expect(page.get_by_role("button", name="Compare replies")).to_contain_text("2")
+    assert rows_of_buttons(page) == 1
+    assert too_wide(page) == []
+    keep_picture(page, f"phone-compare-{width}")
+    page.get_by_label("Message", exact=True).fill("word " * 900)
+    expect(page.locator(".composer .count")).to_be_visible()
+    assert rows_of_buttons(page) == 1
+    assert too_wide(page) == []
+    assert page.evaluate("innerWidth") == width  # wider contents widen it
+    keep_picture(page, f"phone-count-{width}")
+    page.get_by_role("button", name="Attach and more").tap()
+    page.get_by_role("button", name="Take a picture").tap()
+    expect(page.get_by_role("dialog", name="Camera")).to_be_visible()
+    context.close()

@@ -138,6 +138,7 @@ export const strings = {
     files: 'Attached files',
     removeFile: (name: string) => `Remove ${name}`,
     attach: 'Attach files',
+    more: 'Attach and more',
     uploading: (name: string) => `Attaching ${name}…`,
     drop: 'Drop files to attach them',
     send: 'Send',
