@@ -165,6 +165,21 @@ def test_edits_of_the_settings_are_not_dropped_unasked(page: Page, quick: Served
     assert about["parameters"]["temperature"] == 2
 
 
+@pytest.mark.parametrize("height", [720, 1000])
+def test_the_settings_have_one_height(page: Page, quick: Served, height: int) -> None:
+    page.set_viewport_size({"width": 1280, "height": height})
+    page.goto(quick.url)
+    page.get_by_role("button", name="Settings").click()
+    dialog = page.get_by_role("dialog")
+    heights = set()
+    for name in ("General", "Sampling", "Presets"):
+        dialog.get_by_role("tab", name=name).click()
+        expect(dialog.get_by_role("button", name="Save", exact=True)).to_be_in_viewport(ratio=1)
+        keep_picture(page, f"settings-{name}-{height}")
+        heights.add(dialog.evaluate("element => element.getBoundingClientRect().height"))
+    assert len(heights) == 1
+
+
 def test_a_wrong_number_is_shown_where_it_is(page: Page, quick: Served) -> None:
     page.goto(quick.url)
     page.get_by_role("button", name="Settings").click()
