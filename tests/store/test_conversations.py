@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from sqlalchemy import func, select
 
-from palaver.messages import Image, Message, Role, user
+from palaver.messages import Image, Message, Part, Role, Text, user
 from palaver.store import NotFound, Store
 from palaver.store.messages import NewMessage
 from palaver.store.titles import derive_title
@@ -45,6 +45,23 @@ def test_the_title_is_derived_from_the_first_message_unless_given(store: Store) 
 )
 def test_a_title_is_short_and_cut_between_words(text: str, title: str) -> None:
     assert derive_title(text) == title
+
+
+@pytest.mark.parametrize(
+    ("parts", "title"),
+    [
+        ((Text(""), Text("\n\nFile d-note.txt:\n\n# Notes")), "d-note.txt"),
+        ((Text(""), Image("image/png", b"a picture", "red.png"), Text("\n\nFile a.md:\n\nNotes")), "red.png"),
+        ((Text("Sum up"), Text("\n\nFile d-note.txt:\n\n# Notes")), "Sum up"),
+        ((Text("File a bug:\n\nIt crashes."),), "File a bug:"),
+    ],
+)
+def test_a_message_of_files_alone_gives_the_name_of_the_first(
+    store: Store, parts: tuple[Part, ...], title: str
+) -> None:
+    made = new_conversation(store)
+    store.messages.append(made.id, None, Message(Role.USER, parts))
+    assert store.conversations.get(made.id).title == title
 
 
 def test_lists_are_the_newest_first_page_by_page(store: Store, owner: str) -> None:

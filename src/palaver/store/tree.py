@@ -23,8 +23,8 @@ from palaver.store.records import (
     parse_time,
 )
 from palaver.store.schema import conversations, message_blobs, messages, replies
-from palaver.store.search import index, indexed_text
-from palaver.store.titles import derive_title
+from palaver.store.search import index
+from palaver.store.titles import derive_message_title
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +246,7 @@ def touch_conversation(connection: Connection, new: TreeMessage) -> str | None:
         raise NotFound("conversation", new.conversation_id)
     values: dict[str, Any] = {"updated_at": max(current_time(), row.updated_at)}
     if not row.title and not row.title_given and new.role is Role.USER:
-        values["title"] = derive_title(indexed_text(encode_parts(new.parts)))
+        values["title"] = derive_message_title(new.parts)
     connection.execute(update(conversations).where(conversations.c.id == new.conversation_id).values(values))
     head: str | None = row.head_id
     return head
