@@ -289,6 +289,26 @@ def test_the_sidebar_renames_pins_and_selects(page: Page, quick: Served, client:
     expect(nav.get_by_role("list", name="Pinned")).to_have_count(0)
 
 
+def test_enter_opens_what_the_search_finds_first(page: Page, quick: Served, client: httpx.Client) -> None:
+    said = [{"role": "user", "content": "Where do quokkas live?"}]
+    imported = client.post("/api/import", content=json.dumps({"messages": said})).json()[0]["id"]
+    titled = client.post("/api/conversations", json={"title": "Wombats of Tasmania"}).json()["id"]
+    page.goto(quick.url)
+    search = page.get_by_label("Search conversations")
+    search.fill("wombats")
+    search.press("Enter")
+    page.wait_for_url(f"**/c/{titled}")
+    client.patch(f"/api/conversations/{imported}", json={"title": "Animals"})
+    search.fill("quokkas")
+    search.press("Enter")
+    page.wait_for_url(f"**/c/{imported}")
+    expect(page.locator("article.user")).to_contain_text("Where do quokkas live?")
+    search.fill("neither this nor that")
+    search.press("Enter")
+    expect(page.get_by_text("Nothing found")).to_be_visible()
+    assert page.url.endswith(imported)
+
+
 def test_a_long_title_has_the_width_of_the_sidebar(page: Page, quick: Served, client: httpx.Client) -> None:
     client.post("/api/conversations", json={"title": "A title that is far too long " * 5})
     page.goto(quick.url)

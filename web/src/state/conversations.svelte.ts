@@ -70,6 +70,12 @@ class Conversations {
     this.#searchTimer = setTimeout(() => void this.#search(query), DELAY_MS)
   }
 
+  /** Completes the search for the current words. */
+  async finishSearch(): Promise<void> {
+    clearTimeout(this.#searchTimer)
+    await this.#search(this.query)
+  }
+
   /** Returns the ids of the deleted conversations. */
   async remove(...ids: string[]): Promise<string[]> {
     const removed: string[] = []
@@ -147,14 +153,10 @@ class Conversations {
   }
 
   async #search(query: string): Promise<void> {
-    void this.load()
-    if (query.trim() === '') return
-    try {
-      const hits = await api.search(query)
-      if (query === this.query) this.hits = hits
-    } catch {
-      if (query === this.query) this.hits = []
-    }
+    const loading = this.load()
+    const hits = query.trim() === '' ? [] : await api.search(query).catch(() => [])
+    if (query === this.query) this.hits = hits
+    await loading
   }
 
   #listQuery(limit: number): api.ListQuery {
