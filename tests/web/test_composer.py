@@ -12,6 +12,7 @@ from playwright.sync_api import Browser, BrowserContext, Page, Route, expect
 
 from tests.web.conftest import PATIENCE, Served, stored
 from tests.web.screen import ask, conversation, ended, hold, keep_picture, last_reply, replies
+from tests.web.test_manners import axe_violations
 
 REFUSAL = json.dumps({"error": {"type": "server_error", "message": "No room.", "param": None, "code": None}})
 DROP = """(element) => {
@@ -208,6 +209,37 @@ def test_enter_means_the_same_in_the_editor(page: Page, quick: Served) -> None:
     expect(page.locator("article.user").get_by_label("Version 2 of 2")).to_be_visible()
     assert page.locator("article.user p").inner_text() == "After\ntwo lines"
     ended(page)
+
+
+def test_ctrl_enter_sends_where_that_is_chosen(page: Page, quick: Served) -> None:
+    page.goto(quick.url)
+    page.get_by_role("button", name="Settings").click()
+    dialog = page.get_by_role("dialog")
+    dialog.get_by_role("tab", name="Browser").click()
+    dialog.get_by_role("switch", name="Send with Ctrl+Enter").click()
+    keep_picture(page, "browser-settings")
+    assert axe_violations(page) == []
+    page.keyboard.press("Escape")
+    expect(dialog).to_have_count(0)  # there is nothing to save
+    page.reload()
+    field = page.get_by_label("Message", exact=True)
+    field.press_sequentially("One")
+    field.press("Enter")
+    field.press_sequentially("two")
+    expect(field).to_have_value("One\ntwo")
+    page.keyboard.press("Control+/")
+    expect(dialog.get_by_role("definition").first).to_have_text("Send the message, or save the edit")
+    expect(dialog.get_by_role("term").first).to_have_text("Ctrl Enter")
+    page.keyboard.press("Escape")
+    field.press("Control+Enter")
+    ended(page)
+    page.locator("article.user").get_by_role("button", name="Edit").click()
+    edited = page.get_by_label("Your message")
+    edited.press("End")
+    edited.press("Enter")
+    expect(edited).to_have_value("One\ntwo\n")
+    edited.press("Control+Enter")
+    expect(page.get_by_label("Version 2 of 2")).to_be_visible()
 
 
 def test_files_are_added_to_a_message_in_its_editor(

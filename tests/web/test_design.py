@@ -172,7 +172,7 @@ def test_the_settings_have_one_height(page: Page, quick: Served, height: int) ->
     page.get_by_role("button", name="Settings").click()
     dialog = page.get_by_role("dialog")
     heights = set()
-    for name in ("General", "Sampling", "Presets"):
+    for name in ("General", "Sampling", "Presets", "Browser"):
         dialog.get_by_role("tab", name=name).click()
         expect(dialog.get_by_role("button", name="Save", exact=True)).to_be_in_viewport(ratio=1)
         keep_picture(page, f"settings-{name}-{height}")
@@ -407,7 +407,7 @@ def test_everything_can_be_pressed_with_a_finger(phone: Page, tmp_path: Path, bu
             dialog.get_by_role("button", name="Close").tap()
             expect(dialog).to_have_count(0)
         phone.get_by_role("button", name="Settings").tap()
-        for name in ("Sampling", "Presets"):
+        for name in ("Sampling", "Presets", "Browser"):
             phone.get_by_role("tab", name=name).tap()
             assert small_targets(phone) == []
             assert too_wide(phone) == []

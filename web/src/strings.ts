@@ -543,7 +543,7 @@ export const strings = {
     system: 'System prompt',
     budget: 'Thinking budget stated in the prompt',
     tabs: 'Settings',
-    tabNames: { general: 'General', sampling: 'Sampling', tools: 'Tools', presets: 'Presets' },
+    tabNames: { general: 'General', sampling: 'Sampling', tools: 'Tools', presets: 'Presets', browser: 'Browser' },
     more: 'More',
     usual: (value: string) => `${value}, the default`,
     reset: (label: string) => `Reset ${label}`,
@@ -577,6 +577,12 @@ export const strings = {
     toolDescription: (name: string) => `The description of ${name} must be text.`,
     toolParameters: (name: string) => `The parameters of ${name} must be a JSON schema (an object).`,
     toolTwice: (name: string) => `Two tools are called ${name}.`,
+  },
+
+  browserSettings: {
+    about: 'These hold in this browser, for all conversations, and take effect at once.',
+    ctrlEnter: 'Send with Ctrl+Enter',
+    ctrlEnterHint: 'Enter makes a new line in messages and their edits. On a Mac, ⌘+Enter sends, too.',
   },
 
   parameters: {

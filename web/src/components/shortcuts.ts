@@ -1,4 +1,5 @@
 // Matching of keyboard shortcuts. One table of shortcuts serves both the handler and the help dialog.
+import { preferences } from '../state/preferences.svelte'
 
 export interface Shortcut {
   keys: string[]
@@ -28,10 +29,10 @@ function isTyping(target: EventTarget | null): boolean {
   return target instanceof HTMLElement && (target.isContentEditable || /^(INPUT|TEXTAREA|SELECT)$/.test(target.tagName))
 }
 
-/** Whether a key submits a message: Enter, except on touch screens, where it is a new line; or Ctrl+Enter. */
+/** Whether a key submits a message: Ctrl+Enter; or Enter, except on touch screens and where the user prefers a new line. */
 export function isSubmitKey(event: KeyboardEvent): boolean {
   if (event.key !== 'Enter' || event.shiftKey || event.altKey || event.isComposing) return false
-  return event.ctrlKey || event.metaKey || !matchMedia('(pointer: coarse)').matches
+  return event.ctrlKey || event.metaKey || (!preferences.ctrlEnter && !matchMedia('(pointer: coarse)').matches)
 }
 
 export function handleShortcut(shortcuts: readonly Shortcut[], event: KeyboardEvent): void {
