@@ -579,9 +579,18 @@ export const strings = {
     toolTwice: (name: string) => `Two tools are called ${name}.`,
   },
 
+  notification: {
+    mark: '● ',
+    ended: 'The reply has ended.',
+    approval: 'A tool call waits for your approval.',
+  },
+
   browserSettings: {
     about: 'These hold in this browser, for all conversations, and take effect at once.',
     ctrlEnter: 'Send with Ctrl+Enter',
+    notifies: 'Tell me when a reply ends',
+    notifiesHint: 'While this tab is hidden, by a mark in its title and a notification of the browser.',
+    notifiesByTitle: 'While this tab is hidden, by a mark in its title. This browser allows no notifications here.',
     ctrlEnterHint: 'Enter makes a new line in messages and their edits. On a Mac, ⌘+Enter sends, too.',
   },
 

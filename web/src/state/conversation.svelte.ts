@@ -1,7 +1,7 @@
 // The open conversation: one branch of its tree, its running turns, and the actions of the user.
 //
 // Every write names its parent, so that two tabs create two branches instead of overwriting each other.
-import { SvelteMap } from 'svelte/reactivity'
+import { SvelteMap, SvelteSet } from 'svelte/reactivity'
 import { strings } from '../strings'
 import * as api from '../transport/api'
 import { ApiError, newKey } from '../transport/http'
@@ -53,7 +53,7 @@ export class Conversation {
   /** The comparisons of this conversation, oldest first. */
   comparisons: Comparison[] = $state.raw([])
   /** The branches of the comparison on screen. They receive the events of this conversation. */
-  readonly columns = new Set<Conversation>()
+  readonly columns = new SvelteSet<Conversation>()
   #writing = 0
   #stale = false
   #changing: Promise<unknown> = Promise.resolve()
@@ -109,6 +109,16 @@ export class Conversation {
       return round?.state === 'open' && round.calls.some((call) => call.state === 'running' || call.state === 'approved')
     }
     return this.path.findLast((one) => runs(one.id)) ?? null
+  }
+
+  /** Whether a message is being sent, a reply is running, or its tools are. */
+  get isBusy(): boolean {
+    return [this, ...this.columns].some((one) => one.pending !== null || one.running !== null || one.calling !== null)
+  }
+
+  /** Whether tool calls wait for the user. */
+  get needsApproval(): boolean {
+    return this.path.some((one) => this.rounds.get(one.id)?.state === 'open')
   }
 
   isRunning(message: Stored): boolean {

@@ -8,6 +8,7 @@ import { Conversation } from './conversation.svelte'
 import { conversations } from './conversations.svelte'
 import { model } from './model.svelte'
 import { notices } from './notices.svelte'
+import { preferences } from './preferences.svelte'
 import { route } from './route.svelte'
 import { tab } from './tab.svelte'
 
@@ -141,7 +142,13 @@ class Page {
   #handleVisibility(): void {
     if (this.locked) return
     if (document.visibilityState === 'visible') this.stream.resume()
-    else this.stream.release()
+    else this.releaseIfHidden()
+  }
+
+  /** A hidden page stays connected only to tell the end of a reply. */
+  releaseIfHidden(): void {
+    if (document.visibilityState === 'visible' || (preferences.notifies && this.conversation?.isBusy)) return
+    this.stream.release()
   }
 
   #setConnected(connected: boolean): void {

@@ -4,10 +4,12 @@ import { load, PREFIX, save } from './storage'
 interface Values {
   /** Whether Ctrl+Enter sends a message, and Enter makes a new line. */
   ctrlEnter: boolean
+  /** Whether the end of a reply is told while the tab is hidden. */
+  notifies: boolean
 }
 
 const NAME = 'preferences'
-const DEFAULTS: Values = { ctrlEnter: false }
+const DEFAULTS: Values = { ctrlEnter: false, notifies: false }
 
 class Preferences {
   #values: Values = $state.raw({ ...DEFAULTS, ...load<Partial<Values>>(NAME, {}) })
@@ -20,6 +22,10 @@ class Preferences {
 
   get ctrlEnter(): boolean {
     return this.#values.ctrlEnter
+  }
+
+  get notifies(): boolean {
+    return this.#values.notifies
   }
 
   set(changed: Partial<Values>): void {
