@@ -385,6 +385,26 @@ async def test_a_storage_that_does_not_answer_loses_no_sound_that_a_tool_returne
     assert recorded(tmp_path).count("call sound") == 1
 
 
+async def test_a_storage_without_credentials_is_not_waited_for(
+    service: Service, chat: Chat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class NoCredentialsError(Exception):
+        """As botocore raises it."""
+
+    def refuse(path: str, data: bytes) -> None:
+        raise NoCredentialsError("Unable to locate credentials")
+
+    reply = await send(chat, ["bad__sound"])
+    round = await wait_for_round(chat, reply.id)
+    blobs = RemoteBlobs(Path(), "memory://bucket/refused")
+    monkeypatch.setattr(blobs._files, "pipe_file", refuse, raising=False)
+    monkeypatch.setattr(service.store, "blobs", blobs)
+    await chat.decide_calls(reply.id, approve(round))
+    (call,) = (await wait_for_round(chat, reply.id)).calls
+    assert call.state is CallState.INTERRUPTED
+    assert recorded(tmp_path).count("call sound") == 1
+
+
 @pytest.mark.parametrize("error", [Unreachable("The database can't be opened for writing."), DiskFull()])
 async def test_a_call_that_cannot_be_recorded_does_not_run_and_fails_its_round(
     service: Service, chat: Chat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: StoreError

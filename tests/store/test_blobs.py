@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import threading
@@ -19,7 +20,7 @@ from palaver.messages import Image, Message, Role, Text
 from palaver.store import NotFound, StoreError, open_store
 from palaver.store.backup import backup, restore
 from palaver.store.blobs import Blobs, RemoteBlobs, open_blobs
-from palaver.store.errors import Damaged, StorageDisconnected, Unreachable
+from palaver.store.errors import Damaged, StorageDisconnected, StorageNotFound, Unreachable
 
 
 @pytest.fixture(params=["folder", "shared", "memory"])
@@ -253,25 +254,101 @@ def test_a_changed_object_is_reported() -> None:
         blobs.get(digest)
 
 
-@pytest.mark.parametrize(
-    ("failure", "error"),
-    [(ConnectionError, StorageDisconnected), (TimeoutError, StorageDisconnected), (PermissionError, Unreachable)],
-)
-def test_a_storage_that_fails_is_an_error_of_the_store(
-    monkeypatch: pytest.MonkeyPatch, failure: type[OSError], error: type[Unreachable]
-) -> None:
+class ClientError(Exception):
+    """As botocore raises it. The other classes have the names of botocore's and aiohttp's, too."""
+
+    def __init__(self, code: str, status: int) -> None:
+        super().__init__(f"{code}: bucket.example")
+        self.response = {"Error": {"Code": code}, "ResponseMetadata": {"HTTPStatusCode": status}}
+
+
+class HTTPClientError(Exception):
+    pass
+
+
+class ReadTimeoutError(HTTPClientError):
+    pass
+
+
+class ClientConnectionError(Exception):
+    pass
+
+
+class NoCredentialsError(Exception):
+    pass
+
+
+class SSLError(ClientConnectionError):
+    pass
+
+
+def caused_by(error: Exception, cause: Exception) -> Exception:
+    """As s3fs raises the errors of botocore."""
+    error.__cause__ = cause
+    return error
+
+
+PASSING = [
+    ConnectionError("refused"),
+    TimeoutError("no answer"),
+    ReadTimeoutError("no answer"),
+    ClientConnectionError("no route to bucket.example"),
+    OSError(errno.EHOSTUNREACH, "no route"),
+    caused_by(OSError(errno.EBUSY, "slow down"), ClientError("SlowDown", 503)),
+    caused_by(OSError(errno.EIO, "?"), ClientError("Throttling", 400)),
+    caused_by(OSError(errno.EIO, "?"), ClientError("BadGateway", 502)),
+]
+LASTING = [
+    PermissionError("bucket.example"),
+    NoCredentialsError("Unable to locate credentials for bucket.example"),
+    SSLError("certificate verify failed: bucket.example"),
+    ValueError("Invalid endpoint: bucket.example"),
+    caused_by(OSError(errno.EINVAL, "?"), ClientError("InvalidBucketName", 400)),
+    caused_by(OSError(errno.ENOSYS, "?"), ClientError("NotImplemented", 501)),
+]
+
+
+def failing_blobs(monkeypatch: pytest.MonkeyPatch, failure: Exception, without: str = "") -> RemoteBlobs:
     blobs = RemoteBlobs(Path(), "memory://bucket/failing")
 
     def fail(*_: object, **__: object) -> None:
-        raise failure("bucket.example refused the connection")
+        raise failure
 
-    monkeypatch.setattr(blobs._files, "cat_file", fail, raising=False)
-    monkeypatch.setattr(blobs._files, "pipe_file", fail, raising=False)
-    for call in (lambda: blobs.get("0" * 64), lambda: blobs.put(b"new")):
+    for name in {"cat_file", "pipe_file", "find"} - {without}:
+        monkeypatch.setattr(blobs._files, name, fail, raising=False)
+    return blobs
+
+
+@pytest.mark.parametrize(
+    ("failure", "error"),
+    [*((one, StorageDisconnected) for one in PASSING), *((one, Unreachable) for one in LASTING)],
+)
+def test_a_storage_that_fails_is_an_error_of_the_store(
+    monkeypatch: pytest.MonkeyPatch, failure: Exception, error: type[Unreachable]
+) -> None:
+    blobs = failing_blobs(monkeypatch, failure)
+    for call in (lambda: blobs.get("0" * 64), lambda: blobs.put(b"new"), lambda: list(blobs.digests())):
         with pytest.raises(Unreachable) as caught:
             call()
         assert type(caught.value) is error
-        assert "bucket" not in str(caught.value)
+        assert "example" not in str(caught.value)
+
+
+def test_a_missing_bucket_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    missing = caused_by(FileNotFoundError("bucket.example"), ClientError("NoSuchBucket", 404))
+    blobs = failing_blobs(monkeypatch, missing)
+    for call in (lambda: blobs.get("0" * 64), lambda: blobs.put(b"new"), lambda: list(blobs.digests())):
+        with pytest.raises(StorageNotFound, match="PALAVER_BLOBS"):
+            call()
+    monkeypatch.undo()
+    blobs = failing_blobs(monkeypatch, FileNotFoundError("an object, or the bucket of another storage"), without="find")
+    with pytest.raises(NotFound):
+        blobs.get("0" * 64)
+    with pytest.raises(StorageNotFound):
+        blobs.put(b"new")
+
+
+def test_a_storage_that_is_not_known_is_refused() -> None:
     with pytest.raises(BadParameter, match="blobs"):
         open_blobs(Path(), "nothing://bucket")
 

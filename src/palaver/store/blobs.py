@@ -17,9 +17,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, Literal
 
-from palaver.errors import BadParameter, PalaverError
+from palaver.errors import BadParameter
 from palaver.messages import PartBase
-from palaver.store.errors import Damaged, NotFound, StorageDisconnected, Unreachable, translate_errors
+from palaver.store.errors import Damaged, NotFound, Unreachable, translate_errors
+from palaver.store.storage_errors import is_bucket_missing, reach_storage
 
 
 def write_atomic(path: Path, data: bytes) -> None:
@@ -227,7 +228,7 @@ class RemoteBlobs(Blobs):
 
     def put(self, data: bytes) -> str:
         digest = hashlib.sha256(data).hexdigest()
-        with _reach_storage():
+        with reach_storage():
             if not self._is_fresh(digest, len(data)):
                 address = self._address(digest)
                 self._files.pipe_file(f"{address}.{secrets.token_hex(4)}{_ANNOUNCED}", b"")
@@ -235,14 +236,14 @@ class RemoteBlobs(Blobs):
         return digest
 
     def digests(self) -> Iterator[str]:
-        with _reach_storage():
+        with reach_storage():
             yield from sorted(name for name in map(_last_part, self._files.find(self._root)) if len(name) == 64)
 
     def sweep(self, referenced: set[str], grace: float = GRACE_SECONDS) -> int:
         """Deletes unreferenced blobs and what other sweeps have left. Returns how many blobs."""
         cutoff = time.time() - grace
         removed = 0
-        with _reach_storage():
+        with reach_storage():
             for path in self._files.find(self._root):
                 digest, _, kind = _last_part(path).partition(".")
                 if not kind and digest in referenced:
@@ -286,13 +287,18 @@ class RemoteBlobs(Blobs):
 
     def _read(self, digest: str) -> bytes:
         address = self._address(digest)
-        with _reach_storage():
+        with reach_storage():
             with suppress(FileNotFoundError):
                 return bytes(self._files.cat_file(address))
             for aside in self._files.glob(f"{address}.*{_SET_ASIDE}"):
                 with suppress(FileNotFoundError):
                     return bytes(self._files.cat_file(aside))
-            return bytes(self._files.cat_file(address))  # sweep() may have put it back meanwhile
+            try:
+                return bytes(self._files.cat_file(address))  # sweep() may have put it back meanwhile
+            except FileNotFoundError as error:
+                if is_bucket_missing(error):
+                    raise
+                raise NotFound("blob", digest) from None
 
     def _is_fresh(self, digest: str, size: int) -> bool:
         """Whether it is stored, and too new to be swept before a message references it."""
@@ -313,19 +319,6 @@ def open_blobs(folder: Path, place: str | None = None) -> Blobs:
         return Blobs(folder)
     place = place.removeprefix("file://")
     return RemoteBlobs(folder, place) if "://" in place else Blobs(Path(place))
-
-
-@contextmanager
-def _reach_storage() -> Iterator[None]:
-    """Raises the errors of a storage as those of the store."""
-    try:
-        yield
-    except (FileNotFoundError, PalaverError):
-        raise
-    except PermissionError as error:
-        raise Unreachable("The storage of the media refuses the access.") from error
-    except Exception as error:
-        raise StorageDisconnected("The storage of the media does not answer.") from error
 
 
 def _last_part(path: str) -> str:

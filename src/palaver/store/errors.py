@@ -94,6 +94,13 @@ class StorageDisconnected(Unreachable):
     """The storage of the media did not answer: try again."""
 
 
+class StorageNotFound(Unreachable):
+    """The bucket of the media does not exist."""
+
+    def __init__(self) -> None:
+        super().__init__("The bucket of the media does not exist: create it, or correct PALAVER_BLOBS.")
+
+
 class Damaged(StoreError):
     """The database file or a blob is corrupt."""
 
