@@ -199,8 +199,7 @@ def test_an_object_that_is_put_after_a_sweep_has_listed_it_stays(monkeypatch: py
 def old_object(place: str) -> tuple[RemoteBlobs, str]:
     blobs = RemoteBlobs(Path(), f"memory://bucket/{place}")
     digest = blobs.put(b"picture")
-    for file in cast(MemoryFileSystem, blobs._files).store.values():
-        file.modified = datetime(1970, 1, 1, tzinfo=UTC)
+    age(blobs)
     return blobs, digest
 
 
@@ -217,6 +216,48 @@ def test_an_object_that_is_put_during_a_sweep_stays(monkeypatch: pytest.MonkeyPa
     assert blobs.get(digest) == b"picture"
     assert blobs.sweep(set()) == 0, "it is new again"
     assert not [name for name in objects(blobs) if name.endswith(".sweep")]
+
+
+def age(blobs: RemoteBlobs) -> None:
+    for file in cast(MemoryFileSystem, blobs._files).store.values():
+        file.modified = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+def test_the_announcements_of_an_object_do_not_accumulate(monkeypatch: pytest.MonkeyPatch) -> None:
+    blobs, digest = old_object("announced")
+    for _ in range(3):
+        age(blobs)
+        blobs.put(b"picture")
+    assert len(objects(blobs)) == 2, "the object and one announcement"
+
+    def put_again() -> None:
+        age(blobs)
+        blobs.put(b"picture")
+
+    interpose(monkeypatch, blobs._files, "glob", "before", put_again)
+    age(blobs)
+    blobs.put(b"picture")
+    assert digest in objects(blobs)
+    assert len(objects(blobs)) > 1, "one of two puts at once stays announced"
+
+
+def test_a_put_needs_no_permission_to_delete(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError("not allowed")
+
+    blobs, digest = old_object("kept")
+    monkeypatch.setattr(blobs._files, "rm_file", refuse)
+    assert blobs.put(b"picture") == digest
+
+
+@pytest.mark.parametrize("step", ["cp_file", "rm_file"])
+def test_an_object_that_is_put_by_two_during_a_sweep_stays(monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+    blobs, digest = old_object(f"two-{step}")
+    other = RemoteBlobs(Path(), f"memory://bucket/two-{step}")
+    monkeypatch.setattr(other, "_is_fresh", lambda *_: False)
+    interpose(monkeypatch, blobs._files, step, "before", lambda: (other.put(b"picture"), other.put(b"picture")))
+    assert blobs.sweep(set()) == 0
+    assert blobs.get(digest) == b"picture"
 
 
 def test_a_sweep_of_a_storage_leaves_nothing() -> None:
@@ -240,8 +281,7 @@ def test_an_interrupted_sweep_of_a_storage_loses_nothing(
     with pytest.raises(KeyboardInterrupt):
         blobs.sweep(set())
     assert blobs.get(digest) == b"picture"
-    for file in cast(MemoryFileSystem, blobs._files).store.values():
-        file.modified = datetime(1970, 1, 1, tzinfo=UTC)
+    age(blobs)
     blobs.sweep({digest} if referenced else set())
     assert objects(blobs) == ([digest] if referenced else [])
 

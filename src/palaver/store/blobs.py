@@ -231,9 +231,19 @@ class RemoteBlobs(Blobs):
         with reach_storage():
             if not self._is_fresh(digest, len(data)):
                 address = self._address(digest)
-                self._files.pipe_file(f"{address}.{secrets.token_hex(4)}{_ANNOUNCED}", b"")
+                announcement = f"{address}.{time.time_ns():020}-{secrets.token_hex(4)}{_ANNOUNCED}"
+                self._files.pipe_file(announcement, b"")
                 self._files.pipe_file(address, data)
+                self._remove_announcements(address, before=announcement)
         return digest
+
+    def _remove_announcements(self, address: str, before: str) -> None:
+        """Removes the announcements of earlier puts, for which a later one stands now. The last one stays: a sweep that
+        deletes what was written must find it. One that can't be removed waits for the next put, or for a sweep."""
+        with suppress(Exception):
+            for path in self._files.glob(f"{address}.*{_ANNOUNCED}"):
+                if _last_part(path) < _last_part(before):
+                    self._files.rm_file(path)
 
     def digests(self) -> Iterator[str]:
         with reach_storage():
