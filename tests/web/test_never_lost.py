@@ -266,7 +266,7 @@ def test_a_browser_that_forbids_channels_between_tabs_shows_the_page(page: Page,
     whole(served, page)
 
 
-def _send_without_an_answer(page: Page, path: str, text: str) -> None:
+def send_without_an_answer(page: Page, path: str, text: str) -> None:
     """The first request for this path is not sent. A request that is only held up is sent when its tab is closed."""
     page.evaluate(
         """path => {
@@ -287,7 +287,7 @@ def _send_without_an_answer(page: Page, path: str, text: str) -> None:
 def test_a_first_message_survives_a_reload_before_its_conversation_exists(page: Page, served: Served) -> None:
     page.goto(served.url)
     field = page.get_by_label("Message", exact=True)
-    _send_without_an_answer(page, "/api/conversations", "Tell me")
+    send_without_an_answer(page, "/api/conversations", "Tell me")
     field.fill("And then?")
     page.reload()
     whole(served, page)
@@ -326,7 +326,7 @@ def test_a_first_message_of_a_closed_tab_can_be_sent_by_another(page: Page, serv
     page.goto(served.url)
     closed = page.context.new_page()
     closed.goto(served.url)
-    _send_without_an_answer(closed, "/api/conversations", "Tell me")
+    send_without_an_answer(closed, "/api/conversations", "Tell me")
     closed.get_by_label("Message", exact=True).fill("And then?")
     closed.close()
     page.reload()
@@ -346,7 +346,7 @@ def test_a_message_of_a_closed_tab_is_sent_by_another(page: Page, served: Served
     closed = page.context.new_page()
     closed.goto(page.url)
     ended(closed)
-    _send_without_an_answer(closed, "/say", "second")
+    send_without_an_answer(closed, "/say", "second")
     page.wait_for_timeout(ANSWER_MS + 500)
     expect(page.locator("article.user")).to_have_text(["first"])
     closed.close()

@@ -11,6 +11,9 @@ import { notices } from './notices.svelte'
 import { preferences } from './preferences.svelte'
 import { route } from './route.svelte'
 import { tab } from './tab.svelte'
+import { user } from './user.svelte'
+
+const RELOAD_MS = 2000 // after that a page that was to be loaded again is still there: the user has stayed, to keep an edit
 
 /** Whether a message was sent, and the conversation it belongs to. A failed message becomes a draft of that conversation. */
 export interface SendResult {
@@ -28,21 +31,23 @@ class Page {
     onChange: (change) => this.#handleChange(change),
     onOpen: () => this.#handleOpen(),
     onConnection: (connected) => this.#setConnected(connected),
-    onUnauthorized: () => (this.locked = true),
+    onUnauthorized: () => this.#lock(),
   })
 
   async start(): Promise<void> {
     tab.start()
     document.addEventListener('visibilitychange', () => this.#handleVisibility())
     addEventListener('online', () => this.#handleVisibility())
+    addEventListener('storage', (event) => user.isChange(event) && void this.#checkUser())
     addEventListener('offline', () => this.#setConnected(false))
     await this.#connect()
   }
 
   async signIn(key: string): Promise<string | null> {
     try {
-      this.session = await api.signIn(key)
-      await this.#connect()
+      const session = await api.signIn(key)
+      if (user.identify(session.name)) await this.#connect()
+      else this.#reload()
       return null
     } catch (error) {
       return error instanceof Error ? error.message : String(error)
@@ -51,8 +56,8 @@ class Page {
 
   async signOut(): Promise<void> {
     await api.signOut().catch(() => undefined)
-    this.stream.release()
-    location.reload()
+    user.forget()
+    this.#reload()
   }
 
   async open(id: string | null, at: string | null = null): Promise<void> {
@@ -123,19 +128,46 @@ class Page {
   }
 
   async #connect(): Promise<void> {
+    let session: api.Session | null = null
     try {
-      this.session = await api.getSession()
+      session = await api.getSession()
     } catch (error) {
       if (!(error instanceof ApiError && error.status === 404)) {
         this.#setConnected(false)
+        user.assumeLast()
         setTimeout(() => void this.#connect(), 1000)
         return
       }
     }
-    this.locked = this.session !== null && this.session.needs_key && !this.session.signed_in
-    if (this.locked) return
+    if (session?.needs_key && !session.signed_in) {
+      this.session = session
+      return this.#lock()
+    }
+    if (!user.identify(session?.name)) return this.#reload()
+    this.session = session
+    this.locked = false
     if (document.visibilityState === 'visible') this.stream.resume()
     await Promise.all([model.refresh(), model.loadNames(), conversations.load()])
+  }
+
+  /** Asks for a key. */
+  #lock(): void {
+    this.locked = true
+    user.forget()
+  }
+
+  /** Another tab has signed in or out: the requests of this one count for that user, too. */
+  async #checkUser(): Promise<void> {
+    if (user.name === null) return
+    const session = await api.getSession().catch(() => null)
+    if (session && session.name !== user.name) this.#reload()
+  }
+
+  /** Loads the page again, without what the user of this one has seen and written. */
+  #reload(): void {
+    this.stream.release()
+    location.reload()
+    setTimeout(() => (this.locked = true), RELOAD_MS)
   }
 
   /** Connects a visible page and disconnects a hidden one. */

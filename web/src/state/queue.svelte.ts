@@ -1,10 +1,11 @@
-// Messages that wait for the end of a reply or are being sent, by conversation; null: a new one. The browser stores them until
-// the server has.
+// Messages of the user that wait for the end of a reply or are being sent, by conversation; null: a new one. The browser stores
+// them until the server has.
 import type { Attachment } from '../components/attachments'
 import type { Stored, StoredPart } from '../transport/types'
 import type { Draft } from './drafts'
-import { load, save } from './storage'
+import { load, PREFIX, save } from './storage'
 import { tab } from './tab.svelte'
+import { user } from './user.svelte'
 
 export interface QueuedMessage extends Draft {
   /** The end of the branch on which it was queued; none if that was empty. */
@@ -14,14 +15,15 @@ export interface QueuedMessage extends Draft {
   since?: number
 }
 
-const PREFIX = 'palaver.queue.'
-const storageKey = (conversation: string | null): string => `queue.${conversation ?? 'new'}`
+const QUEUES = 'queue.'
+const storageKey = (conversation: string | null): string => user.key(`${QUEUES}${conversation ?? 'new'}`)
 
 class Queue {
   #version = $state(0)
 
   list(conversation: string | null): QueuedMessage[] {
     void this.#version
+    if (user.name === null) return []
     const stored = load<QueuedMessage[]>(storageKey(conversation), [])
     return Array.isArray(stored) ? stored.filter((one) => typeof one?.text === 'string' && Array.isArray(one.files)) : []
   }
@@ -39,10 +41,11 @@ class Queue {
 
   /** Another tab changed the browser's storage. */
   handleStorage(key: string | null): void {
-    if (key === null || key.startsWith(PREFIX)) this.#version += 1
+    if (key === null || (user.name !== null && key.startsWith(PREFIX + user.key(QUEUES)))) this.#version += 1
   }
 
   #save(conversation: string | null, messages: QueuedMessage[]): boolean {
+    if (user.name === null) return false
     const saved = save(storageKey(conversation), messages.length > 0 ? messages : null)
     this.#version += 1
     return saved
