@@ -86,6 +86,29 @@ def test_another_user_gets_neither_drafts_nor_messages(page: Page, users: Users,
     assert users.count("bob") == 0
 
 
+def test_another_user_gets_no_settings(page: Page, users: Users) -> None:
+    page.goto(users.served.url)
+    users.sign_in(page, "alice")
+    page.get_by_role("button", name="Settings").click()
+    page.get_by_label("System prompt").fill("You serve Alice.")
+    page.get_by_role("button", name="Save", exact=True).click()
+    compare = page.get_by_role("button", name="Compare replies")
+    compare.click()
+    page.get_by_role("button", name="Start comparing").click()
+    expect(compare).to_have_attribute("aria-pressed", "true")
+    sign_out(page)
+    users.sign_in(page, "bob")
+    expect(compare).to_have_attribute("aria-pressed", "false")
+    page.get_by_role("button", name="Settings").click()
+    expect(page.get_by_label("System prompt")).to_have_value("")
+    page.keyboard.press("Escape")
+    sign_out(page)
+    users.sign_in(page, "alice")
+    expect(compare).to_have_attribute("aria-pressed", "true")
+    page.get_by_role("button", name="Settings").click()
+    expect(page.get_by_label("System prompt")).to_have_value("You serve Alice.")
+
+
 def test_other_tabs_follow_a_sign_out_and_a_sign_in(page: Page, users: Users) -> None:
     page.goto(users.served.url)
     users.sign_in(page, "alice")

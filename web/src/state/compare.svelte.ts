@@ -1,8 +1,9 @@
 // The settings of comparisons: the columns that each message of a conversation is sent to.
 //
-// A comparison belongs to the conversation in which it was started, in this tab. The browser stores the columns that were used last.
+// A comparison belongs to the conversation in which it was started, in this tab. The browser stores the columns that its user used last.
 import type { Column } from '../transport/types'
 import { load, loadFromTab, save, saveToTab } from './storage'
+import { user } from './user.svelte'
 
 export interface CompareSettings {
   blind: boolean
@@ -16,11 +17,13 @@ const DEFAULTS: CompareSettings = { blind: false, columns: [{ parameters: {} }, 
 class CompareMode {
   /** What the next comparison begins with. */
   last: CompareSettings = $state.raw(DEFAULTS)
-  #active: Record<string, CompareSettings> = $state.raw(loadFromTab<Record<string, CompareSettings>>(STORED) ?? {})
+  #active: Record<string, CompareSettings> = $state.raw({})
 
-  constructor() {
-    const { blind, columns } = load<CompareSettings>(STORED, DEFAULTS)
+  /** Loads those of the user, who is known now. */
+  load(): void {
+    const { blind, columns } = load<CompareSettings>(user.key(STORED), DEFAULTS)
     if (Array.isArray(columns) && columns.length >= 2) this.last = { blind: blind === true, columns }
+    this.#active = { ...loadFromTab<Record<string, CompareSettings>>(user.key(STORED)), ...this.#active }
   }
 
   /** The settings by which the messages of a conversation are compared, or null; null stands for a new conversation. */
@@ -30,7 +33,7 @@ class CompareMode {
 
   start(conversation: string | null, settings: CompareSettings): void {
     this.last = settings
-    save(STORED, settings)
+    if (user.name !== null) save(user.key(STORED), settings)
     this.#set({ ...this.#active, [conversation ?? NEW]: settings })
   }
 
@@ -46,7 +49,7 @@ class CompareMode {
 
   #set(active: Record<string, CompareSettings>): void {
     this.#active = active
-    saveToTab(STORED, Object.keys(active).length > 0 ? active : null)
+    if (user.name !== null) saveToTab(user.key(STORED), Object.keys(active).length > 0 ? active : null)
   }
 }
 

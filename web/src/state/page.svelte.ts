@@ -46,8 +46,8 @@ class Page {
   async signIn(key: string): Promise<string | null> {
     try {
       const session = await api.signIn(key)
-      if (user.identify(session.name)) await this.#connect()
-      else this.#reload()
+      if (user.name !== null && user.name !== session.name) this.#reload()
+      else await this.#connect()
       return null
     } catch (error) {
       return error instanceof Error ? error.message : String(error)
@@ -134,7 +134,7 @@ class Page {
     } catch (error) {
       if (!(error instanceof ApiError && error.status === 404)) {
         this.#setConnected(false)
-        user.assumeLast()
+        if (user.assumeLast()) compareMode.load()
         setTimeout(() => void this.#connect(), 1000)
         return
       }
@@ -143,7 +143,9 @@ class Page {
       this.session = session
       return this.#lock()
     }
+    const isFirst = user.name === null
     if (!user.identify(session?.name)) return this.#reload()
+    if (isFirst) compareMode.load()
     this.session = session
     this.locked = false
     if (document.visibilityState === 'visible') this.stream.resume()

@@ -4,6 +4,7 @@ import * as api from '../transport/api'
 import type { Values } from '../transport/api'
 import { NUMBERS, type Preset } from '../transport/types'
 import { load, save } from './storage'
+import { user } from './user.svelte'
 
 export interface ConversationSettings {
   system: string
@@ -99,8 +100,9 @@ export async function deletePreset(name: string): Promise<Preset[]> {
   return api.listPresets()
 }
 
-/** The settings of the next new conversation, stored by the browser. */
-export const loadNewConversationSettings = (): ConversationSettings => load<ConversationSettings>('fresh', { system: '', parameters: {} })
-export const hasNewConversationSettings = (): boolean => load<ConversationSettings | null>('fresh', null) !== null
+const loadFresh = (): ConversationSettings | null => (user.name === null ? null : load<ConversationSettings | null>(user.key('fresh'), null))
+/** The settings of the user's next new conversation, stored by the browser. */
+export const loadNewConversationSettings = (): ConversationSettings => loadFresh() ?? { system: '', parameters: {} }
+export const hasNewConversationSettings = (): boolean => loadFresh() !== null
 /** Null: new conversations use the user's defaults. */
-export const saveNewConversationSettings = (settings: ConversationSettings | null): boolean => save('fresh', settings)
+export const saveNewConversationSettings = (settings: ConversationSettings | null): boolean => user.name !== null && save(user.key('fresh'), settings)

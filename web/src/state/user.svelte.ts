@@ -20,9 +20,11 @@ class User {
     return true
   }
 
-  /** While the server is unreachable, it is the user of the last page who has not signed out. */
-  assumeLast(): void {
-    this.name ??= load<string | null>(lastUser(), null)
+  /** While the server is unreachable, it is the user of the last page who has not signed out. Returns whether that is known only now. */
+  assumeLast(): boolean {
+    if (this.name !== null) return false
+    this.name = load<string | null>(lastUser(), null)
+    return this.name !== null
   }
 
   /** The user has signed out, or the key is not valid any more. */
