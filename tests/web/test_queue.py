@@ -68,6 +68,30 @@ def test_a_queue_survives_a_reload_and_waits_where_a_reply_was_stopped(page: Pag
     ended(page, "stopped")
 
 
+def test_nothing_is_sent_before_the_branch_is_known(page: Page, endless: Served) -> None:
+    """It would be another first message."""
+    page.goto(endless.url)
+    ask(page, "Well?")
+    expect(last_reply(page).locator(".thinking")).to_contain_text("The first line")
+    ask(page, "Queued")
+    page.get_by_role("button", name="Stop", exact=True).click()
+    ended(page, "stopped")
+    go_on = hold(page, "**/nodes", "GET")
+    page.reload()
+    expect(page.get_by_label("Queued messages").get_by_role("listitem")).to_have_text(["Queued"])
+    send_now = page.get_by_role("button", name="Send now")
+    expect(send_now).to_have_count(0)
+    ask(page, "Typed while it loads")
+    go_on()
+    expect(page.locator("article.user")).to_have_text(["Well?", "Typed while it loads"])
+    page.get_by_role("button", name="Stop", exact=True).click()
+    ended(page, "stopped")
+    send_now.click()
+    expect(page.locator("article.user")).to_have_text(["Well?", "Typed while it loads", "Queued"])
+    page.get_by_role("button", name="Stop", exact=True).click()
+    ended(page, "stopped")
+
+
 def test_a_long_paste_is_attached_and_counted(page: Page, quick: Served) -> None:
     page.goto(quick.url)
     field = page.get_by_label("Message", exact=True)
