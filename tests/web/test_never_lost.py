@@ -13,7 +13,7 @@ from playwright.sync_api import Browser, Dialog, FilePayload, Locator, Page, Rou
 from tests.web.conftest import ENDLESS_THOUGHT, PATIENCE, Served, text_of
 from tests.web.forked import HOLD
 from tests.web.proxy import Wire
-from tests.web.screen import answer, ask, conversation, ended, last_reply, message_id, replies, thought
+from tests.web.screen import answer, ask, conversation, ended, hold, last_reply, message_id, replies, thought
 
 THOUGHT = " ".join(f"step {n}." for n in range(30))
 HELD_AT = "step 12."
@@ -454,7 +454,7 @@ def test_an_edit_that_could_not_be_saved_stays_open_and_is_stored_once(page: Pag
     page.on("dialog", leave)
     page.reload()
     assert asked == ["beforeunload"]
-    page.locator("article.user").get_by_role("button", name="Edit").click()
+    expect(field).to_have_value("edited")
     field.fill("edited again")
     field.press("Enter")
     expect(page.get_by_role("alert")).to_contain_text("No room.")
@@ -465,6 +465,43 @@ def test_an_edit_that_could_not_be_saved_stays_open_and_is_stored_once(page: Pag
     whole(served, page)
     nodes = httpx.get(f"{served.url}/api/conversations/{conversation(page)}/nodes", timeout=PATIENCE).json()
     assert [node["role"] for node in nodes].count("user") == 3, "the first, and each edit once"
+
+
+def test_an_edit_stays_while_another_conversation_is_shown(page: Page, served: Served) -> None:
+    page.goto(served.url)
+    ask(page, "first")
+    ended(page)
+    message = page.locator("article.user")
+    message.get_by_role("button", name="Edit").click()
+    field = message.locator("textarea")
+    field.fill("edited")
+    page.get_by_role("link", name="New conversation").click()
+    expect(message).to_have_count(0)
+    page.go_back()
+    expect(field).to_have_value("edited")
+    expect(page.get_by_label("Message", exact=True)).to_be_focused()
+    hold_edit = hold(page, "**/edit", "POST")
+    field.press("Enter")
+    page.get_by_role("link", name="New conversation").click()
+    page.go_back()
+    expect(message).to_contain_text("first")
+    expect(field).to_have_count(0)
+    hold_edit()
+    expect(message).to_contain_text("/2")
+    if message.get_by_text("first").count():  # the conversation was open again before its cursor had moved
+        message.get_by_role("button", name="Next version").click()
+    expect(message).to_contain_text("edited")
+    whole(served, page)
+    page.get_by_role("button", name="Previous version").first.click()
+    expect(message).to_contain_text("first")
+    expect(field).to_have_count(0)
+    message.get_by_role("button", name="Edit").click()
+    expect(field).to_have_value("first")
+    field.fill("second")
+    page.get_by_role("button", name="Cancel").click()
+    page.reload()
+    expect(message).to_contain_text("first")
+    expect(field).to_have_count(0)
 
 
 @pytest.mark.parametrize("text", ["second", ""])
