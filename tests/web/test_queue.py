@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import httpx
 from playwright.sync_api import Page, expect
 
@@ -112,3 +114,35 @@ def test_a_long_paste_is_attached_and_counted(page: Page, quick: Served) -> None
     expect(files).to_have_count(0)
     assert field.input_value().strip() == text.strip()
     field.fill("")
+
+
+def test_what_is_unsent_in_a_purged_conversation_does_not_stay_for_ever(page: Page, quick: Served) -> None:
+    """In a deleted one it does, which can be restored."""
+    with httpx.Client(base_url=quick.url, timeout=PATIENCE) as api:
+        kept, deleted = (
+            api.post("/api/conversations", json={"title": name}).json()["id"] for name in ("kept", "deleted")
+        )
+        api.delete(f"/api/conversations/{deleted}").raise_for_status()
+    ids = [kept, deleted, "purged"]
+    page.goto(quick.url)
+    page.evaluate(
+        """ids => ids.forEach(id => {
+          localStorage.setItem(`palaver.draft.${id}`, JSON.stringify({ text: 'draft', files: [], key: id }))
+          localStorage.setItem(`palaver.queue.${id}`, JSON.stringify([{ text: 'queued', files: [], key: id }]))
+        })""",
+        ids,
+    )
+    page.reload()
+    page.wait_for_function("() => localStorage.getItem('palaver.unknown')")
+    unknown = page.evaluate("JSON.parse(localStorage.getItem('palaver.unknown'))")
+    assert list(unknown) == ["purged"]
+    stored = "ids => ids.filter(id => ['draft', 'queue'].some(kind => localStorage.getItem(`palaver.${kind}.${id}`)))"
+    assert page.evaluate(stored, ids) == ids
+    month = 31 * 24 * 3_600_000
+    page.evaluate(
+        "([key, value]) => localStorage.setItem(key, value)",
+        ["palaver.unknown", json.dumps({"purged": unknown["purged"] - month})],
+    )
+    page.reload()
+    page.wait_for_function("() => !localStorage.getItem('palaver.unknown')")
+    assert page.evaluate(stored, ids) == ids[:2]

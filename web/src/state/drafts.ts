@@ -18,7 +18,8 @@ export interface Draft {
   after?: string
 }
 
-const DRAFTS = 'draft.'
+/** The storage names of drafts begin so, those of the user. */
+export const DRAFTS = 'draft.'
 const storageKey = (conversation: string | null): string => user.key(`${DRAFTS}${conversation ?? 'new'}`)
 /** The drafts that are written before the user is known, by conversation. */
 const early = new Map<string | null, Draft>()

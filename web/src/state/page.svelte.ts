@@ -3,6 +3,7 @@ import * as api from '../transport/api'
 import { ApiError } from '../transport/http'
 import { Stream } from '../transport/stream'
 import type { Change, Create, Part } from '../transport/types'
+import { removeOrphans } from './cleanup'
 import { compareMode } from './compare.svelte'
 import { Conversation } from './conversation.svelte'
 import { conversations } from './conversations.svelte'
@@ -27,6 +28,7 @@ class Page {
   locked = $state(false)
   connected = $state(true)
   conversation: Conversation | null = $state.raw(null)
+  #isClean = false
   readonly stream = new Stream({
     onChange: (change) => this.#handleChange(change),
     onOpen: () => this.#handleOpen(),
@@ -150,6 +152,14 @@ class Page {
     this.locked = false
     if (document.visibilityState === 'visible') this.stream.resume()
     await Promise.all([model.refresh(), model.loadNames(), conversations.load()])
+    void this.#cleanUp()
+  }
+
+  /** Once for each page. It is tried again with the next one. */
+  async #cleanUp(): Promise<void> {
+    if (this.#isClean) return
+    this.#isClean = true
+    await removeOrphans().catch(() => undefined)
   }
 
   /** Asks for a key. */

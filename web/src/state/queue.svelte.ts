@@ -15,7 +15,8 @@ export interface QueuedMessage extends Draft {
   since?: number
 }
 
-const QUEUES = 'queue.'
+/** The storage names of queues begin so, those of the user. */
+export const QUEUES = 'queue.'
 const storageKey = (conversation: string | null): string => user.key(`${QUEUES}${conversation ?? 'new'}`)
 
 class Queue {

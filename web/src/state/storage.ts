@@ -11,6 +11,15 @@ export function load<T>(name: string, fallback: T): T {
   }
 }
 
+/** The names of stored values that begin so. */
+export function listNames(prefix: string): string[] {
+  try {
+    return Object.keys(localStorage).filter((name) => name.startsWith(PREFIX + prefix)).map((name) => name.slice(PREFIX.length))
+  } catch {
+    return []
+  }
+}
+
 /** Reads a stored value. */
 export function parse<T>(text: string | null, fallback: T): T {
   try {
