@@ -3,12 +3,14 @@
 python -m benchmarks.speculation                       tokens a second with drafts over those without, by kind of text
 python -m benchmarks.speculation --shape 0.6B          the same with random weights in the shape of Qwen3-0.6B
 python -m benchmarks.speculation --identical 1000      sampled replies with and without drafts, token for token
+python -m benchmarks.speculation --draft-model         Sprout drafts for the shape of Qwen3-0.6B; texts repeat nothing
 
 One stream, compiled steps, without a server; from the first token of a reply to its last, each reply with and without
 drafts in turn: processor time, which holds on a busy machine, and wall time. Both are of one engine, whose drafts are
 switched: two engines with the same weights differ by up to 8%, by where these lie in memory. Neither model can copy
 long texts by itself: where a reply edits a text of the prompt, the tokens of that text are made certain in the logits,
-as they are of a model that can. One kind has a grammar that allows these tokens alone, in place of that.
+as they are of a model that can. One kind has a grammar that allows these tokens alone, in place of that. A draft model
+is made to expect them, but for a share of others.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -117,6 +119,10 @@ KINDS = (
     Kind("Sprout's own replies", tuple(Case(question, STORED) for question in QUESTIONS)),
     Kind("prose", tuple(Case(q, replace(STORED, temperature=1.3, top_p=1.0, top_k=0)) for q in QUESTIONS[-3:])),
 )
+
+
+AGREEMENTS = (0.4, 0.6, 0.8, 0.95)
+"""Shares of tokens that a draft model expects."""
 
 
 class CopyingDecoder:
@@ -218,6 +224,42 @@ def in_short(ratios: Sequence[float]) -> str:
     return f"{statistics.median(ratios):.2f} times ({min(ratios):.2f} to {max(ratios):.2f})"
 
 
+async def compare_draft_model(folder: Path, rounds: int, max_tokens: int) -> None:
+    options = EngineOptions(draft_model=SPROUT)
+    bench = Bench.of(load(folder, vocabulary=TOKENIZER.vocabulary, options=options))
+    model, chance = Model(bench.engine, load_format(SPROUT, TOKENIZER)), random.Random(1)
+    runner: Any = bench.engine._runner
+    drafter = runner.draft_model
+    drafter._decoder = expected = CopyingDecoder(drafter._decoder)
+    sampling = replace(STORED, max_tokens=max_tokens, temperature=0.6)
+    texts = [token_id for token_id, piece in enumerate(TOKENIZER.vocabulary) if piece.isalpha()]
+    for agreement in AGREEMENTS:
+        walls, cpus, drafted, accepted = [], [], 0, 0
+        for seed in range(-1, rounds):  # the first round warms up
+            case = Case("Tell me more.", sampling, tuple(chance.sample(texts, max_tokens)))
+            both = [Measured(), Measured()]
+            turns = list(zip(both, (drafter, None), strict=True))
+            for measured, draft_model in turns if seed % 2 else turns[::-1]:
+                runner.draft_model = draft_model
+                options_of_prompt = RenderOptions(thinking=False)
+                start = len(model.prompt(ReplyRequest((user(case.text),), STORED, options=options_of_prompt)))
+                expected.written = {
+                    start + place: token_id if chance.random() < agreement else chance.choice(texts)
+                    for place, token_id in enumerate(case.written)
+                }
+                await measured.add(bench, model, case, replace(sampling, seed=seed + 1))
+            if seed >= 0:
+                walls.append(both[1].seconds / both[0].seconds)
+                cpus.append(both[1].cpu_seconds / both[0].cpu_seconds)
+                drafted, accepted = drafted + both[0].drafted, accepted + both[0].accepted
+        print(
+            f"agrees in {agreement:.0%}: {in_short(walls)} of wall time, {in_short(cpus)} of processor time, "
+            f"{accepted} of {drafted} drafted tokens accepted",
+            flush=True,
+        )
+    await bench.engine.close()
+
+
 async def reply(bench: Bench, model: Model, case: Case, sampling: Sampling) -> list[Step]:
     async with bench.generate(model, case, sampling) as outputs:
         return [output async for output in outputs if isinstance(output, Step)]
@@ -242,9 +284,14 @@ async def main() -> int:
     parser.add_argument("--identical", type=int, default=0, help="compare so many sampled replies instead")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--shape", choices=("sprout", "0.6B"), default="sprout")
+    parser.add_argument("--draft-model", action="store_true", help="drafts of a model, not from the text")
     parser.add_argument("--kind", type=int, help="only this kind of text, from 0 on")
     parser.add_argument("--max-tokens", type=int, default=700, help="of each reply")
     options = parser.parse_args()
+    if options.draft_model:
+        with tempfile.TemporaryDirectory() as folder:
+            await compare_draft_model(random_model(Path(folder), "0.6B"), options.rounds, min(200, options.max_tokens))
+        return 0
     with tempfile.TemporaryDirectory() as folder:
         benches = load_pair(SPROUT if options.shape == "sprout" else random_model(Path(folder), options.shape))
     model = Model(benches[0].engine, load_format(SPROUT, TOKENIZER))

@@ -31,7 +31,7 @@ MAX_ONGOING = 256
 """Requests that a replica has at once, with those in its engine's queue."""
 ROUTING_STATS_S = 2.0
 """How often a replica reports its load to the routers."""
-_PATHS = ("template", "engine_python", "adapter", "mmproj", "states")
+_PATHS = ("template", "engine_python", "adapter", "mmproj", "draft_model", "states")
 
 
 class EngineDeployment(BaseModel):

@@ -95,6 +95,8 @@ class LoadOptions:
     """A LoRA adapter: a folder, or a GGUF file for a GGUF model."""
     mmproj: Path | None = None
     """The projector of a GGUF model that sees or hears. None: the one beside the model's file, if there is one."""
+    draft_model: Path | None = None
+    """A smaller model with the same vocabulary, which drafts tokens: a folder or a GGUF file."""
     states: Path | None = None
     """The folder in which llama.cpp's states of conversations outlive a restart. None: they don't."""
     approximate_cache: bool = False
@@ -121,6 +123,8 @@ class LoadOptions:
             raise BadParameter("--adapter", str(self.adapter), "there is no such file or folder")
         if self.mmproj is not None and not self.mmproj.is_file():
             raise BadParameter("--mmproj", str(self.mmproj), "there is no such file")
+        if self.draft_model is not None and not self.draft_model.exists():
+            raise BadParameter("--draft-model", str(self.draft_model), "there is no such file or folder")
 
 
 def is_address(engine: str) -> bool:
@@ -191,6 +195,7 @@ def check_engine_options(model: ResolvedModel, loading: LoadOptions) -> str:
         ("--gpu-layers", loading.gpu_layers, (LLAMACPP,)),
         ("--threads", loading.threads, (TORCH, COMPILED, LLAMACPP, DIFFUSION)),
         ("--mmproj", loading.mmproj, (LLAMACPP,)),
+        ("--draft-model", loading.draft_model, (COMPILED, TORCH)),
         ("--approximate-cache", loading.approximate_cache or None, (DIFFUSION,)),
         ("--compile", loading.compiled, compiling if loading.compiled else (TORCH, VLLM, LLAMACPP)),
         ("--dtype", loading.dtype, (TORCH, MLX, DIFFUSION, VLLM)),
@@ -225,6 +230,7 @@ def make_spec(model: ResolvedModel, vocabulary: Vocabulary, loading: LoadOptions
         vocabulary=tuple(vocabulary),
         adapter=loading.adapter or model.adapter,
         mmproj=loading.mmproj or model.mmproj,
+        draft_model=loading.draft_model,
         device=loading.device,
         dtype=loading.dtype,
         quantize_bits=model.quantize_bits,

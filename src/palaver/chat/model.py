@@ -288,6 +288,14 @@ def load_model_format(model: ResolvedModel, loading: LoadOptions) -> tuple[FastT
         return tokenizer, _template_format(_named_template(folder, model.fallback_template), folder, tokenizer)
 
 
+def check_draft_model(path: Path, tokenizer: FastTokenizer) -> None:
+    """Raises BadParameter unless its tokens are those of the model that it drafts for, as far as both have them."""
+    own = load_gguf_tokenizer(read_gguf(path)) if path.is_file() else load_tokenizer(path)
+    size = min(len(own.vocabulary), len(tokenizer.vocabulary))
+    if list(own.vocabulary[:size]) != list(tokenizer.vocabulary[:size]):
+        raise BadParameter("--draft-model", str(path), "has another vocabulary than the model")
+
+
 def _load_gguf_format(file: Path, loading: LoadOptions) -> tuple[FastTokenizer, Format]:
     header = read_gguf(file)
     tokenizer = load_gguf_tokenizer(header)

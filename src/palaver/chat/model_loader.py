@@ -17,7 +17,7 @@ from palaver.chat.engine_choice import (
     make_spec,
 )
 from palaver.chat.interface import ModelCard, ModelState
-from palaver.chat.model import Model, build_model, load_model_format
+from palaver.chat.model import Model, build_model, check_draft_model, load_model_format
 from palaver.engines.base import Engine, EngineState, EngineStatus
 from palaver.engines.core.options import RUNTIME_FACTOR
 from palaver.engines.host.process import ChildProcess
@@ -54,6 +54,8 @@ class ModelLoader:
         with ChildProcess(python=engine_python(options)) as child:  # it imports its libraries meanwhile
             report(None, "reading the tokenizer and the template")
             tokenizer, format = await self._run(lambda: load_model_format(resolved, options))
+            if (draft_model := options.draft_model) is not None:
+                await self._run(lambda: check_draft_model(draft_model, tokenizer))
             engine = HostedEngine(make_spec(resolved, tokenizer.vocabulary, options), report, child)
             await engine.start()
         notices = (*resolved.notes, engine.info.hint)
@@ -67,6 +69,8 @@ class ModelLoader:
         if check_engine_options(resolved, options) in ELSEWHERE:
             return PROCESS_BYTES
         size = await self._run(lambda: weights_bytes(resolved))
+        if (draft_model := options.draft_model) is not None:
+            size += await self._run(lambda: weights_bytes(resolve_model(str(draft_model), download=False)))
         return int(size * RUNTIME_FACTOR) + PROCESS_BYTES + (options.cache_bytes or 0)
 
     async def describe(self, name: str) -> ModelCard:

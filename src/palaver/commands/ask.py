@@ -88,7 +88,9 @@ Answer = dict[str, Any]
 """A reply with the fields of --json."""
 
 
-@with_engine_flags(*(flag for flag in ALL_ENGINE_FLAGS if flag not in ("cache_memory", "max_running", "mmproj")))
+@with_engine_flags(
+    *(flag for flag in ALL_ENGINE_FLAGS if flag not in ("cache_memory", "max_running", "mmproj", "draft_model"))
+)
 def ask(
     question: Annotated[str | None, typer.Argument(help=strings.QUESTION)] = None,
     model: ModelOption = None,

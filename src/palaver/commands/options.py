@@ -33,7 +33,7 @@ CACHE_PART = 8
 """With --memory and without --kv-cache-memory, the KV cache of each model is this part of the memory."""
 _MODEL_OPTIONS = (
     "template", "dtype", "compiled", "engine", "engine_python", "engine_key", "native_sampling", "gpu_layers",
-    "threads", "adapter", "mmproj", "approximate_cache",
+    "threads", "adapter", "mmproj", "draft_model", "approximate_cache",
 )  # fmt: skip
 """Options that fit one kind of model."""
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*([smh]?)")
@@ -139,6 +139,9 @@ AdapterOption = Annotated[
     Path | None, typer.Option("--adapter", metavar="PATH", help=strings.ADAPTER, show_default=False)
 ]
 MmprojOption = Annotated[Path | None, typer.Option("--mmproj", metavar="FILE", help=strings.MMPROJ, show_default=False)]
+DraftModelOption = Annotated[
+    Path | None, typer.Option("--draft-model", metavar="PATH", help=strings.DRAFT_MODEL, show_default=False)
+]
 NoThinkingOption = Annotated[bool, typer.Option("--no-thinking", help=strings.NO_THINKING)]
 DataOption = Annotated[Path | None, typer.Option("--data", metavar="FOLDER", envvar="PALAVER_DATA", help=strings.DATA)]
 DatabaseOption = Annotated[
@@ -165,6 +168,7 @@ class EngineFlags:
     threads: ThreadsOption = None
     adapter: AdapterOption = None
     mmproj: MmprojOption = None
+    draft_model: DraftModelOption = None
     approximate_cache: ApproximateCacheOption = False
 
     def load_options(self, raw: bool = False) -> LoadOptions:
@@ -187,6 +191,7 @@ class EngineFlags:
             threads=self.threads,
             adapter=self.adapter,
             mmproj=self.mmproj,
+            draft_model=self.draft_model,
             approximate_cache=self.approximate_cache,
         )
 
@@ -206,6 +211,7 @@ class EngineFlags:
             "native_sampling": self.native_sampling,
             "adapter": self.adapter,
             "mmproj": self.mmproj,
+            "draft_model": self.draft_model,
             "approximate_cache": self.approximate_cache,
         }
 
@@ -235,7 +241,7 @@ def with_engine_flags(*names: str) -> Callable[[Callable[..., None]], Callable[.
 
 ALL_ENGINE_FLAGS = (
     "template", "device", "exact", "compiled", "cache_memory", "max_running", "engine", "engine_python",
-    "native_sampling", "gpu_layers", "threads", "adapter", "mmproj", "approximate_cache",
+    "native_sampling", "gpu_layers", "threads", "adapter", "mmproj", "draft_model", "approximate_cache",
 )  # fmt: skip
 
 

@@ -83,6 +83,9 @@ GPU_LAYERS = "How many layers of a GGUF model a GPU computes; by default as many
 THREADS = "Threads of the processor. Default: by the size of the model, and all cores for a long prompt."
 ADAPTER = "A LoRA adapter: its folder, or a GGUF file for a GGUF model."
 MMPROJ = "The projector of a GGUF model that sees or hears. Default: an mmproj*.gguf beside the model's file."
+DRAFT_MODEL = (
+    "A small model with the same vocabulary, which drafts tokens: its folder or GGUF file. Replies stay the same."
+)
 APPROXIMATE_CACHE = (
     "Diffusion models that see the whole text: compute the text before a block once a block. Faster; replies change."
 )

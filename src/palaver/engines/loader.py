@@ -10,7 +10,7 @@ from palaver.engines.core.engine import LocalEngine
 from palaver.engines.core.options import EngineOptions
 from palaver.engines.core.runner import UnsupportedModel
 from palaver.engines.machine import has_accelerator, has_llamacpp
-from palaver.errors import CantCompile, ModelError
+from palaver.errors import BadParameter, CantCompile, ModelError
 from palaver.memory import no_collections
 from palaver.phases import Vocabulary
 
@@ -32,14 +32,17 @@ def load_engine(
     themselves is left to the torch engine: it may still use them, and explains or raises what is wrong.
     """
     options = options or EngineOptions()
+    refusal = "the device or another option keeps compiled steps from running it"
     if quantize_bits is None and _may_skip_torch(device, dtype, options, adapter):
         with no_collections():
             from palaver.engines.compiled.engine import load as load_compiled
 
         try:
             return load_compiled(model, vocabulary=vocabulary, options=options, on_failure=on_failure)
-        except (UnsupportedModel, ModelError):
-            pass
+        except (UnsupportedModel, ModelError) as error:
+            refusal = str(error)
+    if options.draft_model is not None:
+        raise _no_draft_model(options.draft_model, refusal)
     with no_collections():
         from palaver.engines.torch import load as load_torch
 
@@ -75,6 +78,8 @@ def load_gguf(
         failure = CantCompile(str(error))
     except ModelError as error:
         failure = error
+    if options.draft_model is not None:
+        raise _no_draft_model(options.draft_model, str(failure))
     if options.compiled or not has_llamacpp():
         raise failure
     return None
@@ -104,6 +109,10 @@ def describe_gguf_fit(file: Path) -> str:
         return describe_compiled_fit(file)
     except UnsupportedModel as error:
         raise CantCompile(str(error)) from error
+
+
+def _no_draft_model(path: Path, why: str) -> BadParameter:
+    return BadParameter("--draft-model", str(path), f"needs compiled steps for both models: {why}")
 
 
 def _may_skip_torch(device: str | None, dtype: str | None, options: EngineOptions, adapter: Path | None) -> bool:

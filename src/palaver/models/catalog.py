@@ -30,11 +30,12 @@ from palaver.models.axolotl import is_configuration, list_checkpoints, split_che
 FILE_NAME = "models.toml"
 MAX_FILE_BYTES = 1 << 20
 _SCAN_SECONDS = 5.0
-_PATH_OPTIONS = ("template", "adapter", "mmproj", "engine_python")
+_PATH_OPTIONS = ("template", "adapter", "mmproj", "draft_model", "engine_python")
 _OPTIONS: Mapping[str, type] = {
     "template": str,
     "adapter": str,
     "mmproj": str,
+    "draft_model": str,
     "engine": str,
     "engine_python": str,
     "native_sampling": bool,

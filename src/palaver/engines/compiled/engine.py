@@ -9,6 +9,7 @@ from pathlib import Path
 from palaver.engines.base import BY_TEXT, COMPILED, COMPILED_RUNNER, EXACTNESS_LABELS, Fingerprint
 from palaver.engines.compiled.build import Library, start_build
 from palaver.engines.compiled.decoder import TABLE_VERSION, CompiledDecoder, CompiledRunner, DecoderSizes, RotaryTable
+from palaver.engines.compiled.draft_model import CompiledDraftModel
 from palaver.engines.compiled.weights import QUANTISED, read_weights
 from palaver.engines.core.checkpoint import Checkpoint, open_checkpoint
 from palaver.engines.core.decoder_config import DecoderConfig, decoder_info, read_decoder_config
@@ -41,15 +42,27 @@ def load(
     checkpoint, config = open_decoder(model)
     dtype = DTYPE if checkpoint.header is None else weights_type(checkpoint.header)
     info = replace(decoder_info(checkpoint, config, options.context, DEVICE, dtype), steps=COMPILED, exactness=BY_TEXT)
+    drafting = None if options.draft_model is None else open_decoder(options.draft_model)
     building = start_build()
-    compiled_fit(checkpoint).check(checkpoint.name)
-    small = 4 * sum(tensor.elements for tensor in checkpoint.tensors.values()) <= SMALL_MODEL
+    compiled_fit(checkpoint, *(() if drafting is None else drafting[:1])).check(checkpoint.name)
+    small = _is_small(checkpoint)
     threads = ThreadCounts.choose(options.threads, small)
     library = building.result()
     decoder = load_decoder(checkpoint, config, library, threads.large_pass)
     if not small:
         give_back_unused()
-    runner = CompiledRunner(decoder, host_cache_bytes(options), info.context_length, threads, options.speculate)
+    cache_bytes, draft_model = host_cache_bytes(options), None
+    if drafting is not None:
+        small_decoder = load_decoder(*drafting, library, threads.large_pass)
+        share = small_decoder.layout.bytes_per_token / (
+            small_decoder.layout.bytes_per_token + decoder.layout.bytes_per_token
+        )
+        draft_bytes = int(share * cache_bytes)
+        cache_bytes -= draft_bytes
+        small_threads = ThreadCounts.choose(options.threads, _is_small(drafting[0]))
+        length, tokens = drafting[1].max_position, info.vocabulary_size
+        draft_model = CompiledDraftModel(small_decoder, draft_bytes, length, small_threads, tokens)
+    runner = CompiledRunner(decoder, cache_bytes, info.context_length, threads, options.speculate, draft_model)
     info = replace(info, reuse=runner.reuse, fingerprint=str(compiled_fingerprint(library, dtype)))
     return LocalEngine(info, vocabulary, runner, _limits(options, small), on_failure=on_failure)
 
@@ -81,9 +94,14 @@ def compiled_fingerprint(library: Library, dtype: str = DTYPE) -> Fingerprint:
     return Fingerprint(COMPILED_RUNNER, build, DEVICE, dtype, EXACTNESS_LABELS[BY_TEXT], f"sampler-{SAMPLER_VERSION}")
 
 
-def compiled_fit(checkpoint: Checkpoint) -> Fit:
+def compiled_fit(*checkpoints: Checkpoint) -> Fit:
     """Weights take as much memory as in the files."""
-    return Fit.of(sum(tensor.nbytes for tensor in checkpoint.tensors.values()), available_bytes(), DEVICE)
+    weights = sum(tensor.nbytes for checkpoint in checkpoints for tensor in checkpoint.tensors.values())
+    return Fit.of(weights, available_bytes(), DEVICE)
+
+
+def _is_small(checkpoint: Checkpoint) -> bool:
+    return 4 * sum(tensor.elements for tensor in checkpoint.tensors.values()) <= SMALL_MODEL
 
 
 def _limits(options: EngineOptions, small: bool) -> SchedulerLimits:

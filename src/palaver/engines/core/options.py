@@ -35,6 +35,8 @@ class EngineOptions:
     """Whether the next pass starts before the host has read the tokens of the last one. None: on CUDA."""
     speculate: bool = True
     """Whether drafts from the text so far are verified, where that gives the same bits."""
+    draft_model: Path | None = None
+    """The folder or GGUF file of a smaller model with the same vocabulary, whose drafts are verified, too."""
     search_tiles: bool = False
     """Whether an idle engine with CUDA kernels searches their quickest tiles on this device, for the next start."""
     gpu_layers: int | None = None

@@ -16,7 +16,7 @@ from palaver.engines.core.generation import LocalGeneration
 from palaver.engines.core.logits_processor import LogitsProcessor
 from palaver.engines.core.media import ProcessedMedia, integer_keys, prefix_keys
 from palaver.engines.core.sampler import Logits
-from palaver.engines.core.speculation import DraftLookup
+from palaver.engines.core.speculation import DraftLookup, ModelDrafts
 from palaver.engines.core.token_masks import TokenHealing
 from palaver.errors import QueueFull
 from palaver.generation import Queued
@@ -67,6 +67,7 @@ class SequenceState:
         """The logits after all tokens, a batch of one row, if the prefix cache had them."""
         self.drafts: DraftLookup | None = None
         """Where drafts are verified: what it has to offer as one."""
+        self.model_drafts = ModelDrafts()
         self.waits_for: SequenceState | None = None
         """While waiting: the running sequence that computes most of the tokens this one lacks."""
 

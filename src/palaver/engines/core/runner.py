@@ -83,6 +83,18 @@ no pass runs ahead.
 """
 
 
+class DraftModel(Protocol):
+    """A smaller model with the same vocabulary, which drafts tokens for `verify_drafts`."""
+
+    def propose(self, sequences: Sequence[SequenceState], lengths: Sequence[int]) -> Sequence[Sequence[int]]:
+        """A draft of at most so many tokens behind the last one of each sequence."""
+        ...
+
+    def release(self, sequence: SequenceState) -> None: ...
+
+    def forget(self, conversation: str) -> None: ...
+
+
 class Runner(Protocol):
     @property
     def reuse(self) -> str:
@@ -165,6 +177,9 @@ class Runner(Protocol):
         """Whether `verify_drafts` takes sequences with more than one pending token."""
         ...
 
+    @property
+    def draft_model(self) -> DraftModel | None: ...
+
     def needs_recompute(self, sequence: SequenceState) -> bool:
         """Whether the whole sequence must be computed again, because it outgrew the frequencies it started with."""
         ...
@@ -201,6 +216,7 @@ class SlotRunner(ABC, Generic[A]):
     resume_cached: ResumeCached | None = None
     verify_drafts: VerifyDrafts | None = None
     drafts_after_prompts = False
+    draft_model: DraftModel | None = None
 
     def __init__(self, layout: KVLayout[A], cache_bytes: int, context_length: int) -> None:
         self._cache = PrefixCache(layout, cache_bytes)

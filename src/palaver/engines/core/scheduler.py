@@ -305,15 +305,47 @@ class Scheduler:
                 return False
         openings = [self._expected_opening(sequence, most) for sequence in sequences]
         drafts = [opening or self._propose(one, most) for one, opening in zip(sequences, openings, strict=True)]
+        looked_up = {
+            one for one, draft, opening in zip(sequences, drafts, openings, strict=True) if draft and not opening
+        }
+        by_model = self._ask_draft_model(sequences, drafts, most)
         if not any(drafts):
             return False
         began = self._now()
         verified = self._verify(sequences, drafts, verify)
         if verified is None:
             return False
-        looked_up = {one for one, opening in zip(sequences, openings, strict=True) if not opening}
-        self._record_drafts(verified, looked_up, began)
+        self._record_drafts(verified, looked_up, by_model, began)
         return True
+
+    def _ask_draft_model(
+        self, sequences: list[SequenceState], drafts: list[Sequence[int]], most: int
+    ) -> Collection[SequenceState]:
+        """Fills in drafts where there are none. Returns the sequences that have one now."""
+        model, costs = self._runner.draft_model, self._pass_costs
+        if model is None:
+            return ()
+        lengths = [
+            0 if draft else one.model_drafts.length(_within_limit(one, most), costs, len(sequences))
+            for one, draft in zip(sequences, drafts, strict=True)
+        ]
+        if not any(lengths):
+            return ()
+        began = self._now()
+        found: dict[int, Sequence[int]] = {}
+        try:
+            proposed = model.propose(sequences, lengths)
+            found = {place: draft for place, draft in enumerate(proposed) if draft}
+        except Exception as error:
+            as_engine_error(error)  # raises where the device is lost; else it goes on without drafts
+        followed = True
+        for place, draft in found.items():
+            one = sequences[place]
+            followed &= len(one.token_ids) - one.model_drafts.tokens <= MAX_ROWS
+            one.model_drafts.tokens, drafts[place] = len(one.token_ids), draft
+        if found and followed:
+            costs.record_model(len(sequences), max(map(len, found.values())), self._now() - began)
+        return {sequences[place] for place in found}
 
     def _decode_openings(self, sequences: list[SequenceState]) -> bool:
         """Computes prompts to their ends and behind them what the replies are expected to begin with, then samples as
@@ -390,8 +422,14 @@ class Scheduler:
             sequence.computed_tokens += 1
         return holds
 
-    def _record_drafts(self, verified: _VerifiedPass, looked_up: Collection[SequenceState], began: float) -> None:
-        """`looked_up`: the sequences whose drafts come from their text."""
+    def _record_drafts(
+        self,
+        verified: _VerifiedPass,
+        looked_up: Collection[SequenceState],
+        by_model: Collection[SequenceState],
+        began: float,
+    ) -> None:
+        """`looked_up`, `by_model`: the sequences whose drafts come from their text, and from the draft model."""
         costs, now = self._pass_costs, self._now()
         ended, first_sampled = verified.ended, verified.first_sampled
         drafted, accepted = sum(len(one.draft) for one, _ in ended), sum(count for _, count in ended)
@@ -401,8 +439,10 @@ class Scheduler:
             costs.record_drafting(len(ended), drafted, now - self._step_began)
         extra, sampling = costs.extra(len(ended), drafted), costs.sampling(len(ended), drafted)
         for one, count in ended:
-            if one.sequence.drafts is not None and one.draft and one.sequence in looked_up:
+            if one.sequence.drafts is not None and one.sequence in looked_up:
                 one.sequence.drafts.record(len(one.draft), count, extra, sampling)
+            elif one.sequence in by_model:
+                one.sequence.model_drafts.record(len(one.draft), count)
 
     def _decode_ahead(self, ahead: _AheadPass) -> bool:
         """Samples the next tokens of those sequences of a pass that still run. Returns whether there are any."""

@@ -57,6 +57,13 @@ PROMISING_MATCH = MATCH_SIZES[0]
 SKIPPED_MATCHES = 4
 """Where short matches don't pay, so many are left out before the next one is looked at."""
 
+FIRST_MODEL_SHARE, MODEL_SHARE_WEIGHT = 0.7, 0.1
+"""The same shares for the drafts of a model."""
+MAX_HALVINGS = 4
+GUESSED_DRAFTING = 0.1
+"""What a draft model takes for a token before it was measured, as a share of a pass; and how often what was measured is
+halved."""
+
 LEAST_GAIN = 1.1
 """What drafts must promise where passes without them run ahead of the host."""
 GUESSED_EXTRA = 0.1
@@ -89,6 +96,9 @@ class PassCosts:
         """Of the last pass on the host, if it had drafts: the number of its sequences, and what is known of such."""
         self._drafts: dict[tuple[int, int], tuple[int, Sequence[tuple[int, float, float]]]] = {}
         """What `drafts` returned, and up to which pass it holds."""
+        self._drafting: dict[int, tuple[int, deque[float]]] = {}
+        """By the number of sequences: what a draft model took for one token of each, over a pass without drafts, and
+        how many such passes there were then."""
 
     def record_plain(self, sequences: int, seconds: float) -> None:
         """A pass with one token of each sequence."""
@@ -120,6 +130,21 @@ class PassCosts:
         if not self._waits_for_host:
             self._last_drafts = (sequences, ratios)
         self._drafts.clear()
+
+    def record_model(self, sequences: int, tokens: int, seconds: float) -> None:
+        """A draft model took so long for at most so many tokens of each sequence."""
+        _, recent = self._drafting.get(sequences, (0, deque[float](maxlen=RECENT_PASSES)))
+        recent.append(seconds / tokens / min(self._plain.get(sequences, (seconds,))))
+        self._drafting[sequences] = self._passes[sequences], recent
+
+    def drafting(self, sequences: int) -> float:
+        """What a token of a draft model is expected to take, in passes without drafts. The longer it was not measured,
+        the less: what seems too dear is not measured otherwise."""
+        if sequences not in self._drafting:
+            return GUESSED_DRAFTING
+        passes, recent = self._drafting[sequences]
+        age = (self._passes[sequences] - passes) // (FORGOTTEN_AFTER * len(recent))
+        return median(recent) * 0.5 ** min(age, MAX_HALVINGS)
 
     def drafts(self, sequences: int, max_tokens: int) -> Sequence[tuple[int, float, float]]:
         """The lengths of drafts of each sequence up to `max_tokens`, the shortest first, with what each would cost, and
@@ -347,6 +372,32 @@ class DraftLookup:
             earlier.append(following.get(key, 0))
             following[key] = place
         self._matched = MAX_MATCH
+
+
+class ModelDrafts:
+    """How many tokens a draft model drafts for one sequence."""
+
+    def __init__(self) -> None:
+        self._share = FIRST_MODEL_SHARE
+        self.tokens = 0
+        """Of the sequence when it got its last draft: what came since has to be computed by the draft model, too."""
+
+    def length(self, max_tokens: int, costs: PassCosts, sequences: int) -> int:
+        """From which most is to be expected; 0 where it is better to do without. `sequences` share the passes."""
+        share, drafting = self._share, costs.drafting(sequences)
+        best, length = costs.least_gain, 0
+        for size, cost, sampling in costs.drafts(sequences, max_tokens):
+            tokens = 1 + size if share == 1 else (1 - share ** (size + 1)) / (1 - share)
+            expected = tokens / (1 + cost + size * drafting + sampling * (tokens - 1))
+            if expected > best:
+                best, length = expected, size
+        if not length:
+            self._share += RECOVERY * (FIRST_MODEL_SHARE - share)
+        return length
+
+    def record(self, proposed: int, accepted: int) -> None:
+        for place in range(min(proposed, accepted + 1)):
+            self._share += MODEL_SHARE_WEIGHT * ((place < accepted) - self._share)
 
 
 class ReplyOpenings:

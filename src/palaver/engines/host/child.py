@@ -207,6 +207,7 @@ def _engine_options(spec: EngineSpec) -> EngineOptions:
         max_running=spec.max_running,
         gpu_layers=spec.gpu_layers,
         threads=spec.threads,
+        draft_model=spec.draft_model,
         states=spec.states,
         approximate_cache=spec.approximate_cache,
         search_tiles=True,

@@ -64,6 +64,7 @@ class EngineSpec:
     vocabulary: tuple[bytes, ...]
     adapter: AnyPath | None = None
     mmproj: AnyPath | None = None
+    draft_model: AnyPath | None = None
     device: str | None = None
     dtype: str | None = None
     quantize_bits: int | None = None

@@ -46,6 +46,7 @@ class LlamaRunner:
         self.resume_cached = None
         self.verify_drafts = None
         self.drafts_after_prompts = False
+        self.draft_model = None
         self.supports_batching = True
         self.prefills_last_token = passes.prefills_last_token
         self.max_replayed = passes.max_replayed

@@ -115,6 +115,7 @@ class MLXRunner:
         self.resume_cached = None
         self.verify_drafts = None
         self.drafts_after_prompts = False
+        self.draft_model = None
         self.supports_batching = True
         self.forward_seconds = 0.0
         self._model = model

@@ -219,6 +219,7 @@ class SnapshotRunner:
         self.resume_cached = None
         self.verify_drafts = None
         self.drafts_after_prompts = False
+        self.draft_model = None
         self.supports_batching = False
         self.prefills_last_token = False
         self.max_replayed = 0
