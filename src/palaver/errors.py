@@ -42,8 +42,8 @@ class EmptyMessage(RequestError):
 
 
 class NoMessages(RequestError):
-    def __init__(self) -> None:
-        super().__init__("There are no messages: send at least one message from the user.")
+    def __init__(self, why: str = "There are no messages") -> None:
+        super().__init__(f"{why}: send at least one message from the user.")
 
 
 class UnsupportedContent(RequestError):

@@ -118,6 +118,11 @@ class Message:
         return "".join(part.text for part in self.parts if isinstance(part, Text))
 
     @property
+    def is_blank(self) -> bool:
+        """Whether it has nothing but white space."""
+        return not self.text.strip() and all(isinstance(part, Text) for part in self.parts)
+
+    @property
     def thinking(self) -> str:
         return "".join(part.text for part in self.parts if isinstance(part, Thinking))
 

@@ -144,13 +144,33 @@ def test_a_switch_the_template_does_not_have_is_refused(name: str) -> None:
         FORMATS[name].render([user("Hi")], options=RenderOptions(thinking=False))
 
 
+@pytest.mark.parametrize("messages", [[system("Greet.")], [system(" One.\n"), system("Two.")], [user("")], [user(" ")]])
+def test_a_system_prompt_alone_and_an_empty_message_are_rendered(messages: list[Message]) -> None:
+    assert list(FORMATS["chatml"].render(messages).context_ids) == library_ids(CHATML, messages)
+
+
+def test_a_system_prompt_that_the_template_drops_is_refused() -> None:
+    source = (
+        "{% set system = messages[0].content if messages[0].role == 'system' else '' %}"
+        "{% for m in messages if m.role != 'system' %}<|im_start|>{{ m.role }}\n"
+        "{% if m.role == 'user' %}{{ system }}\n{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    format = make_format(source)
+    assert format.render([system("Greet."), user("")]).context_ids
+    with pytest.raises(NoMessages, match="without a message from the user"):
+        format.render([system("Greet.")])
+
+
+def test_a_prompt_without_tokens_is_refused() -> None:
+    format = make_format("{% for m in messages %}{{ m.content }}{% endfor %}")
+    with pytest.raises(EmptyMessage):
+        format.render([user("")])
+
+
 def test_what_can_not_be_rendered_is_refused() -> None:
     format = FORMATS["plain"]
     with pytest.raises(NoMessages):
         format.render([])
-    with pytest.raises(NoMessages):
-        format.render([system("x")])
-    with pytest.raises(EmptyMessage):
-        format.render([user(" \n")])
     with pytest.raises(UnsupportedContent, match="image"):
         format.render([Message(Role.USER, (Image("image/png", b""),))])

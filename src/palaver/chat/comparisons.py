@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from palaver.chat.interface import Column, ConversationChange
 from palaver.chat.parameters import check_parameters
-from palaver.errors import BadParameter
+from palaver.errors import BadParameter, EmptyMessage
 from palaver.messages import Message
 from palaver.store import Conflict
 from palaver.store.comparisons import ComparedReply, Comparison, TallyRow
@@ -63,6 +63,8 @@ class ReplyComparisons:
             return hide_names(found)
         if message is None and parent is None:
             raise BadParameter("message", None, "must be given where there is no message to reply to")
+        if message is not None and message.is_blank:
+            raise EmptyMessage
         check_columns(columns)
         if blind:  # the order of the siblings must not tell either; the same key gives the same order
             columns = random.Random(key).sample(columns, len(columns))

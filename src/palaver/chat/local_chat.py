@@ -31,7 +31,7 @@ from palaver.chat.reply_request import PartialReply
 from palaver.chat.subscription import FollowedReply
 from palaver.chat.turn_log import LogEntry
 from palaver.chat.turns import NewTurn, Turn
-from palaver.errors import BadParameter, ContextOverflow, NothingToContinue, PalaverError
+from palaver.errors import BadParameter, ContextOverflow, EmptyMessage, NothingToContinue, PalaverError
 from palaver.generation import Step
 from palaver.messages import Image, MediaPart, Message, Part, Role
 from palaver.store import (
@@ -302,6 +302,8 @@ class LocalChat:
         key: str | None = None,
     ) -> SentMessage:
         conversation = await self.conversation(conversation_id)
+        if message.is_blank:
+            raise EmptyMessage
         started = await self.start_replies(conversation, parent, (message,), (parameters or {},), key=key)
         return SentMessage(started.messages[-1], started.replies[0])
 

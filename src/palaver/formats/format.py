@@ -119,7 +119,8 @@ class TemplateFormat:
 
         A partial reply is given by its token ids (`reply_so_far`), or as a message if only its text is known.
         """
-        _check_messages(messages)
+        if not messages:
+            raise NoMessages
         media = self._prompt_media(messages, expand)
         inputs = {
             "messages": [self.template_message(m, media) for m in messages],
@@ -130,11 +131,15 @@ class TemplateFormat:
         switches = {**self.switch_variables(options), **self.date_variables(options)}
         variables = {**self._strings, **escaped.values, **switches}
         text = self._template.render({**variables, "add_generation_prompt": True}, options.now)
+        if all(message.role is Role.SYSTEM for message in messages):
+            _check_system(messages, text.replace(escaped.mark, ""))
         opens_in = self._opens_in(text, variables, options.now)
         lacks_first_line = opens_in is Phase.THINKING and self._lacks_first_line(partial_reply)
         if lacks_first_line and self.facts.thinking is not None:
             text = text.removesuffix(self.facts.thinking.opening)
         ids, spans = self._context_ids(text, escaped.mark, past_replies, media)
+        if not ids:
+            raise EmptyMessage
         phases = self._phases(opens_in, tools, options, self._may_think({**options.variables, **switches}))
         if lacks_first_line:
             phases = replace(phases, start=phases.states[phases.start].other or phases.start)
@@ -432,12 +437,11 @@ class TemplateFormat:
         return out
 
 
-def _check_messages(messages: Sequence[Message]) -> None:
-    if not any(message.role is Role.USER for message in messages):
-        raise NoMessages
-    last = messages[-1]
-    if last.role is Role.USER and not last.text.strip() and all(isinstance(part, Text) for part in last.parts):
-        raise EmptyMessage
+def _check_system(messages: Sequence[Message], prompt: str) -> None:
+    """Raises NoMessages if the template drops a system prompt that stands alone, as those do that write it into the
+    user's first message."""
+    if any(message.text.strip() not in prompt for message in messages):
+        raise NoMessages("The model's chat template writes no system prompt without a message from the user")
 
 
 def _content(message: Message) -> str:

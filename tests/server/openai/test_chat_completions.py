@@ -33,6 +33,29 @@ def test_a_stream_folds_to_the_whole_reply(http: httpx.Client) -> None:
     assert [e["choices"][0]["finish_reason"] for e in events if e["choices"][0]["finish_reason"]] == ["stop"]
 
 
+@pytest.mark.parametrize("where", [{}, {"metadata": {"conversation": "new"}}])
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [{"role": "system", "content": "Greet the user."}],
+        [{"role": "developer", "content": "Greet the user."}],
+        [{"role": "system", "content": "You are kind."}, {"role": "user", "content": ""}],
+        [{"role": "user", "content": " "}],
+    ],
+)
+def test_instructions_alone_and_an_empty_message_are_answered(
+    http: httpx.Client, messages: list[Any], where: dict[str, Any]
+) -> None:
+    """Bots that greet first send them, and OpenAI answers."""
+    answer = complete(http, messages=messages, max_tokens=8, **where)
+    assert answer["usage"]["completion_tokens"] == 8
+
+
+def test_no_messages_are_refused(http: httpx.Client) -> None:
+    status, error = post_error(http, messages=[])
+    assert (status, error["name"]) == (400, "no_messages")
+
+
 @pytest.mark.parametrize("n", [1, 2])
 def test_a_stream_that_did_not_ask_for_usage_has_it_once(http: httpx.Client, n: int) -> None:
     """In the chunk that ends the last choice: clients that add up what they get must not count it twice."""

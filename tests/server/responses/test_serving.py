@@ -278,7 +278,7 @@ class TestInvalidRequests:
         assert expect_error(http, **fields) == (400, name)
 
     def test_what_is_empty_is_refused(self, http: httpx.Client) -> None:
-        empty: list[Any] = ["", [], None, [{"role": "system", "content": "a"}]]
+        empty: list[Any] = [[], None]
         for input in empty:
             assert expect_error(http, input)[0] == 400
 
@@ -383,3 +383,37 @@ def _comparable(event: dict[str, Any]) -> Any:
     """The fields that are equal in two runs of the same response."""
     common = {name: value for name, value in event.items() if name in ("type", "sequence_number", "delta", "text")}
     return {**common, "usage": (event.get("response") or {}).get("usage") and True}
+
+
+class TestInstructionsAlone:
+    @pytest.mark.parametrize("store", [True, False])
+    @pytest.mark.parametrize(
+        "body",
+        [
+            {"instructions": "Greet the user."},
+            {"instructions": "Greet the user.", "input": []},
+            {"input": [{"role": "developer", "content": "Greet the user."}]},
+            {"input": ""},
+        ],
+    )
+    def test_they_are_answered(self, http: httpx.Client, body: dict[str, Any], store: bool) -> None:
+        answer = http.post(RESPONSES, json={**body, "store": store, "max_output_tokens": 16})
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["usage"]["output_tokens"] == 16
+
+    def test_the_conversation_goes_on(self, http: httpx.Client) -> None:
+        first = http.post(RESPONSES, json={"instructions": "Greet the user.", "max_output_tokens": 16}).json()
+        assert retrieve(http, first)["instructions"] == "Greet the user."
+        assert get(f"{http.base_url}{RESPONSES}/{first['id']}/input_items").json()["data"] == []
+        second = create(http, SUM, previous_response_id=first["id"])
+        assert [role for role, _ in branch(http, second)] == ["assistant", "user", "assistant"]
+        assert "42" in text(second)
+
+    @pytest.mark.parametrize("body", [{}, {"input": []}, {"instructions": ""}])
+    def test_nothing_at_all_is_refused(self, http: httpx.Client, body: dict[str, Any]) -> None:
+        assert http.post(RESPONSES, json=body).json()["error"]["name"] == "no_messages"
+
+    def test_nothing_after_a_response_is_refused(self, http: httpx.Client) -> None:
+        first = create(http)
+        asked = {"instructions": "Greet the user.", "previous_response_id": first["id"]}
+        assert http.post(RESPONSES, json=asked).json()["error"]["name"] == "no_messages"

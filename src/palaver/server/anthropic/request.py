@@ -10,7 +10,7 @@ from typing import Any
 from palaver.chat.attachments import PICTURE_FOLLOWS, AttachmentReader, format_document, named_in_errors
 from palaver.chat.model import Model
 from palaver.chat.reply_request import check_token_ids
-from palaver.errors import BadParameter, PalaverError
+from palaver.errors import BadParameter, EmptyMessage, NoMessages, PalaverError
 from palaver.events import fold
 from palaver.messages import Message, Part, Role, Text, Thinking, ToolCall, ToolResult
 from palaver.phases import Vocabulary
@@ -159,7 +159,11 @@ def parse_conversation(
     if (request.model_extra or {}).get("thread") is not None:
         raise ThreadUnsupportedRequest
     check_nested_fields(request, tolerated=TOLERATED)
-    if not turns or turns[-1].message.role is not Role.ASSISTANT:
+    if not any(turn.message.role is Role.USER for turn in turns):
+        raise NoMessages
+    if turns[-1].message.role is Role.USER and turns[-1].message.is_blank:
+        raise EmptyMessage
+    if turns[-1].message.role is not Role.ASSISTANT:
         return turns, None
     partial = turns.pop()
     if partial.message.parts and isinstance(partial.message.parts[-1], ToolCall):

@@ -96,7 +96,7 @@ def _parse_request(
     check_nested_fields(body)
     _check_fields(body)
     resolved = resolve_parameters(model.engine.info.defaults, completion_parameters(body, settings), draw_seed(), None)
-    prompts = [_encode_prompt(model, prompt, owner) for prompt in _prompts(body.prompt)]
+    prompts = [encode_prompt(model, prompt, owner) for prompt in _prompts(body.prompt)]
     n = choice_count(body.n, settings)
     if len(prompts) * n > settings.limits.choices:
         raise BadParameter("n", n, f"prompts times n must be at most {settings.limits.choices}")
@@ -125,14 +125,14 @@ def _prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str 
         found = [prompt]
     else:
         found = list(prompt)
-    if not found or any(not one for one in found):
+    if not found:
         raise EmptyMessage
     if len(found) > MAX_PROMPTS:
         raise BadParameter("prompt", f"{len(found)} prompts", f"at most {MAX_PROMPTS} are taken")
     return found
 
 
-def _encode_prompt(model: Model, text: str | list[int], owner: str) -> Prompt:
+def encode_prompt(model: Model, text: str | list[int], owner: str) -> Prompt:
     tokenizer = model.format.tokenizer
     size = model.engine.info.vocabulary_size
     if isinstance(text, str):
@@ -143,6 +143,8 @@ def _encode_prompt(model: Model, text: str | list[int], owner: str) -> Prompt:
         for token_id in ids:
             if not 0 <= token_id < size:
                 raise BadParameter("prompt", token_id, f"token ids go from 0 to {size - 1}")
+    if not ids:  # an empty text has the token that begins every text, if the model has one
+        raise EmptyMessage
     limit = model.engine.info.context_length
     if len(ids) >= limit:
         raise ContextOverflow(len(ids), limit)

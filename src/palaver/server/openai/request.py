@@ -475,9 +475,10 @@ def _message(index: int, message: ChatMessage, attachments: AttachmentReader) ->
         raise BadParameter(f"messages[{index}].content", None, "a tool result needs content")
     try:
         with named_in_errors(f"messages[{index}]"):
-            return from_openai(value, attachments.read_url)
+            parsed = from_openai(value, attachments.read_url)
     except (ValueError, KeyError, TypeError) as error:
         raise BadParameter(f"messages[{index}]", "...", str(error)) from None
+    return Message(parsed.role, parsed.parts or (Text(""),)) if parsed.role is Role.USER else parsed
 
 
 def with_tool_names(message: Message, names: dict[str, str]) -> Message:

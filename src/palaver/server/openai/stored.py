@@ -49,7 +49,8 @@ class StoredRequest:
     """The ids of the conversation, the last message and the replies of one request."""
 
     conversation: str
-    message: str
+    message: str | None
+    """None where the reply answers the system prompt alone."""
     replies: tuple[str, ...]
     """One for each choice."""
 
@@ -128,9 +129,9 @@ async def start_replies(
     """
     system = "\n\n".join(message.text for message in messages if message.role is Role.SYSTEM)
     turns = [message for message in messages if message.role is not Role.SYSTEM]
-    if not turns:
+    if not messages:
         raise NoMessages
-    if turns[-1].role is Role.ASSISTANT:
+    if turns and turns[-1].role is Role.ASSISTANT:
         raise BadParameter("messages", "assistant", "the last message is a reply already: there is nothing to answer")
     conversation = await _conversation(chat, name, system)
     parent, new = await _match_history(chat, conversation, turns, continued=partial is not None)
@@ -144,7 +145,6 @@ async def start_replies(
     at = parent.id if parent is not None else None
     started = await chat.start_replies(conversation, at, new, parameters, partial=partial, key=key)
     answered = started.messages[-1].id if started.messages else at
-    assert answered is not None
     return StoredRequest(conversation.id, answered, tuple(reply.id for reply in started.replies))
 
 

@@ -14,7 +14,6 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from palaver.chat.interface import Chat, ServerChat
-from palaver.errors import NoMessages
 from palaver.messages import Message, Role
 from palaver.server.errors import NoPreviousResponse
 from palaver.server.responses.schemas import ConversationReference, ResponseRequest
@@ -186,8 +185,6 @@ async def resolve_target(
     index: ResponseIndex,
     owner: str,
 ) -> ResponseTarget:
-    if all(message.role is Role.SYSTEM for message in messages):
-        raise NoMessages
     if body.previous_response_id is not None:
         return await _after_response(chat, body.previous_response_id, messages, record)
     if body.conversation is not None:

@@ -248,7 +248,7 @@ def chat_messages(items: Sequence[InputItem] | str | None) -> list[ChatMessage]:
     """The input as messages. Consecutive items of the assistant (reasoning, text, calls) become one message.
 
     Pictures of results follow the last of them as a message of the user: templates have no place for them inside."""
-    if items is None or items == "" or items == []:
+    if items is None or items == []:
         raise NoMessages
     if isinstance(items, str):
         return [_chat_message("user", content=items)]
@@ -323,9 +323,15 @@ def _error_text(error: Any) -> str:
             return ""
 
 
+def only_instructions(request: ResponseRequest) -> bool:
+    """Whether a new conversation begins with a reply to the instructions."""
+    follows = request.previous_response_id is not None or request.conversation is not None
+    return bool(request.instructions) and not request.input and request.input != "" and not follows
+
+
 def check_answerable(messages: Sequence[ChatMessage]) -> None:
     """Raises BadParameter if the input ends with an item of the assistant: a stored response does not continue one."""
-    if messages[-1].role == "assistant":
+    if messages and messages[-1].role == "assistant":
         why = "the last item is the assistant's: it is continued with store false alone"
         raise BadParameter("input", messages[-1].role, why)
 

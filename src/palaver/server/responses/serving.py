@@ -59,6 +59,7 @@ from palaver.server.responses.request import (
     ignored_request_fields,
     load_items,
     mcp_tools,
+    only_instructions,
     resolve_references,
     to_chat_request,
     to_record,
@@ -354,7 +355,8 @@ async def _resolve(
     chat: ServerChat, model: Model, body: ResponseRequest, owner: str, state: ServerState, stored: bool = False
 ) -> tuple[ChatRequest, ChatHistory, ResponseTarget]:
     """The request as a chat request, its messages, and the branch that they continue."""
-    chat_request = to_chat_request(body, chat_messages(await resolve_references(chat, body.input)))
+    items = await resolve_references(chat, body.input)
+    chat_request = to_chat_request(body, [] if only_instructions(body) else chat_messages(items))
     if stored:
         check_answerable(chat_request.messages)
     attachments = state.attachments(model)

@@ -12,7 +12,7 @@ from palaver.chat.model import Model, draw_seed
 from palaver.chat.parameters import MAX_STACKED_FRAMES, merge_parameters, resolve_parameters
 from palaver.chat.reply_stream import ReplyRequest
 from palaver.constraints import Grammar
-from palaver.errors import BadParameter, NoMessages
+from palaver.errors import BadParameter, EmptyMessage, NoMessages
 from palaver.media import BadMedia, MediaDecoder
 from palaver.media.decoder import wav_from_raw
 from palaver.media.headers import sniff
@@ -68,6 +68,8 @@ def parse_history(request: TurnRequest, max_messages: int, attachments: Attachme
         raise BadParameter("messages", "assistant", "the last message is a reply already: there is nothing to answer")
     if last.role is not Role.USER:
         raise NoMessages
+    if last.is_blank:
+        raise EmptyMessage
     return messages
 
 
