@@ -19,7 +19,7 @@ from palaver.server.anthropic.request import parse_turns
 from palaver.server.anthropic.schemas import CountRequest
 from palaver.server.openai.request import parse_messages
 from palaver.server.openai.schemas import ChatMessage
-from palaver.server.responses.request import chat_messages
+from palaver.server.responses.request import convert_input
 from palaver.server.responses.schemas import InputItem
 from palaver.server.socket.request import media_options, parse_history
 from palaver.server.socket.schemas import TurnRequest
@@ -62,7 +62,7 @@ def openai(parts: Any, attachments: AttachmentReader) -> Message:
 
 def responses(parts: Any, attachments: AttachmentReader) -> Message:
     item = InputItem.model_validate({"role": "user", "content": parts})
-    return parse_messages(chat_messages([item]), attachments)[0]
+    return parse_messages(convert_input([item]).messages, attachments)[0]
 
 
 def anthropic(parts: Any, attachments: AttachmentReader) -> Message:

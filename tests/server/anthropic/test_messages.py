@@ -289,7 +289,8 @@ class TestInvalidRequests:
         assert answer.json()["error"]["details"]["name"] == "max_tokens"
         assert expect_error(http, [{"role": "user", "content": [{"type": "text"}]}])[0] == 400
         assert expect_error(http, [{"role": "nobody", "content": "x"}])[0] == 400
-        assert expect_error(http, [])[0] == 400
+        for messages in ([], [{"role": "user", "content": " "}], [{"role": "system", "content": "Greet."}]):
+            assert expect_error(http, messages)[0] == 400
         assert http.post(MESSAGES, content=b"{", headers={"content-type": "application/json"}).json()["type"] == "error"
         assert http.get(MESSAGES).json()["error"]["type"] == "invalid_request_error"
         assert http.get("/v1/messages/batches").json()["error"]["type"] == "not_found_error"

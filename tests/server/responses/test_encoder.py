@@ -28,7 +28,7 @@ from palaver.server.responses.encoder import (
     message_items,
 )
 from palaver.server.responses.history import ResponseRecord
-from palaver.server.responses.request import chat_messages
+from palaver.server.responses.request import convert_input
 from palaver.server.responses.schemas import InputItem
 from palaver.server.responses.streaming import replay_deltas, response_header
 
@@ -117,7 +117,7 @@ def test_stored_and_streamed_output_are_equal(blocks: list[tuple[str, list[str]]
 def test_output_can_be_sent_back_as_input(blocks: list[tuple[str, list[str]]]) -> None:
     output = encode(make_encoder(), read_events(blocks))[-1]["response"]["output"]
     items = [InputItem.model_validate(item) for item in output if item_text(item) or item["type"] != "message"]
-    found = chat_messages([*items, NEXT_INPUT])
+    found = convert_input([*items, NEXT_INPUT]).messages
     message = fold(read_events(blocks)).message
     assert (found[0].reasoning_content or "" if items else "") == message.thinking
     calls = [call.function.arguments for message in found for call in message.tool_calls or ()]
@@ -131,7 +131,7 @@ def test_reasoning_is_accepted_in_every_form() -> None:
         {"summary": [], "encrypted_content": encrypt_thinking("Why é?")},
     ):
         item = InputItem.model_validate({"type": "reasoning", **form})
-        assert chat_messages([item, NEXT_INPUT])[0].reasoning_content == "Why é?"
+        assert convert_input([item, NEXT_INPUT]).messages[0].reasoning_content == "Why é?"
 
 
 def test_an_unfinished_item_is_incomplete() -> None:

@@ -277,6 +277,27 @@ class TestInvalidRequests:
     def test_what_is_wrong_is_named(self, http: httpx.Client, name: str, fields: dict[str, Any]) -> None:
         assert expect_error(http, **fields) == (400, name)
 
+    @pytest.mark.parametrize("store", [True, False])
+    def test_a_file_that_can_not_be_read_is_named_by_its_item(self, http: httpx.Client, store: bool) -> None:
+        reply = [
+            {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "Hm."}]},
+            {"role": "assistant", "content": "It's 42."},
+            {"type": "function_call", "call_id": "c", "name": "look", "arguments": "{}"},
+        ]
+        broken = [{"type": "input_image", "image_url": "data:image/png;base64,AAAA"}]
+        result = {"type": "function_call_output", "call_id": "c", "output": broken}
+        question = {"role": "user", "content": "What is it?"}
+        for input, where in (
+            ([question, *reply[:2], {"role": "user", "content": broken}], "input[3]"),
+            ([question, *reply, result, question], "input[4]"),
+            ([question, *reply, result], "input[4]"),
+        ):
+            answer = http.post(RESPONSES, json={"input": input, "store": store})
+            assert answer.status_code == 400
+            assert where in answer.json()["error"]["message"]
+        made = http.post("/v1/conversations", json={"items": [question, {"role": "user", "content": broken}]})
+        assert "items[1]" in made.json()["error"]["message"]
+
     def test_what_is_empty_is_refused(self, http: httpx.Client) -> None:
         empty: list[Any] = [[], None]
         for input in empty:

@@ -395,11 +395,13 @@ class ChatHistory:
     """The token ids of the partial reply, if they were sent."""
 
 
-def parse_history(request: ChatRequest, limit: int, attachments: AttachmentReader) -> ChatHistory:
-    """Blocking if files are attached: call it in a thread."""
+def parse_history(
+    request: ChatRequest, limit: int, attachments: AttachmentReader, places: Sequence[str] | None = None
+) -> ChatHistory:
+    """Blocking if files are attached: call it in a thread. `places`: how errors name each message."""
     if len(request.messages) > limit:
         raise BadParameter("messages", f"{len(request.messages)} messages", f"at most {limit} are taken")
-    messages = parse_messages(request.messages, attachments)
+    messages = parse_messages(request.messages, attachments, places)
     ids = [message.token_ids for message in request.messages]
     last = request.messages[-1] if request.messages else None
     mode = request.continue_final_message
@@ -433,11 +435,13 @@ def _has_content(part: Part) -> bool:
     return not isinstance(part, Text | Thinking) or bool(part.text)
 
 
-def parse_messages(messages: Sequence[ChatMessage], attachments: AttachmentReader) -> tuple[Message, ...]:
+def parse_messages(
+    messages: Sequence[ChatMessage], attachments: AttachmentReader, places: Sequence[str] | None = None
+) -> tuple[Message, ...]:
     names: dict[str, str] = {}
     parsed = []
     for index, chat_message in enumerate(messages):
-        message = _message(index, chat_message, attachments)
+        message = _message(places[index] if places else f"messages[{index}]", chat_message, attachments)
         names.update((call.id, call.name) for call in message.tool_calls)
         parsed.append(with_tool_names(message, names))
     return tuple(parsed)
@@ -461,23 +465,21 @@ def _past(messages: Sequence[Message], ids: Sequence[list[int] | None]) -> tuple
     return tuple(None if sent is None else tuple(sent) for message, sent in replies if message.role is Role.ASSISTANT)
 
 
-def _message(index: int, message: ChatMessage, attachments: AttachmentReader) -> Message:
+def _message(where: str, message: ChatMessage, attachments: AttachmentReader) -> Message:
     value = message.model_dump(exclude_none=True, exclude={"token_ids", "refusal", "function_call"})
     if message.function_call is not None:
         value["tool_calls"] = [{"id": "", "function": message.function_call.model_dump()}]
     if message.refusal and not message.content:
         value["content"] = message.refusal
     if message.audio is not None:
-        raise BadParameter(
-            f"messages[{index}].audio", message.audio.id, "recordings are known to chat completions alone"
-        )
+        raise BadParameter(f"{where}.audio", message.audio.id, "recordings are known to chat completions alone")
     if message.role in ("tool", "function") and message.content is None:
-        raise BadParameter(f"messages[{index}].content", None, "a tool result needs content")
+        raise BadParameter(f"{where}.content", None, "a tool result needs content")
     try:
-        with named_in_errors(f"messages[{index}]"):
+        with named_in_errors(where):
             parsed = from_openai(value, attachments.read_url)
     except (ValueError, KeyError, TypeError) as error:
-        raise BadParameter(f"messages[{index}]", "...", str(error)) from None
+        raise BadParameter(where, "...", str(error)) from None
     return Message(parsed.role, parsed.parts or (Text(""),)) if parsed.role is Role.USER else parsed
 
 

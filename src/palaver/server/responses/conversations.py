@@ -19,7 +19,7 @@ from palaver.server.openai.request import parse_history
 from palaver.server.openai.schemas import ChatRequest, RequestFields
 from palaver.server.responses.encoder import message_items
 from palaver.server.responses.history import split_system
-from palaver.server.responses.request import chat_messages, check_metadata, load_items, resolve_references
+from palaver.server.responses.request import check_metadata, convert_input, load_items, resolve_references
 from palaver.server.responses.schemas import Includable, InputItem, InputItemList
 from palaver.server.state import ChatDep, ServerState, StateDep
 from palaver.store import Conflict, Conversation, NotFound, StoredMessage
@@ -176,10 +176,11 @@ def page_items(items: list[dict[str, Any]], after: str | None, limit: int) -> In
 
 async def _messages(chat: ServerChat, state: ServerState, items: Sequence[InputItem]) -> tuple[Message, ...]:
     try:
-        messages = chat_messages(await resolve_references(chat, items))
-        request = ChatRequest.model_validate({"messages": messages, "continue_final_message": False})
-        limit = state.settings.limits.messages
-        return tuple((await asyncio.to_thread(parse_history, request, limit, state.attachments())).messages)
+        converted = convert_input(await resolve_references(chat, items))
+        request = ChatRequest.model_validate({"messages": converted.messages, "continue_final_message": False})
+        limit, attachments = state.settings.limits.messages, state.attachments()
+        places = [place.replace("input", "items", 1) for place in converted.places]
+        return (await asyncio.to_thread(parse_history, request, limit, attachments, places)).messages
     except BadParameter as error:
         raise BadParameter(error.name.replace("input[", "items[", 1), error.value, error.why) from None
 

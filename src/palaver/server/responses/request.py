@@ -8,6 +8,7 @@ import binascii
 import re
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from palaver.chat.attachments import PICTURE_FOLLOWS
@@ -244,19 +245,31 @@ _CALL_ID = re.compile(r"mcp_([0-9a-z]{1,64})_([0-9]{1,6})")
 _ITEM_ID = re.compile(r"(?:rs|msg|fc|fco)_([0-9a-z]{1,64})_([0-9]{1,6})")
 
 
-def chat_messages(items: Sequence[InputItem] | str | None) -> list[ChatMessage]:
+@dataclass(frozen=True, slots=True)
+class InputMessages:
+    """The input as messages."""
+
+    messages: Sequence[ChatMessage] = ()
+    places: Sequence[str] = ()
+    """The first item of each message, as errors name it."""
+
+
+def convert_input(items: Sequence[InputItem] | str | None) -> InputMessages:
     """The input as messages. Consecutive items of the assistant (reasoning, text, calls) become one message.
 
     Pictures of results follow the last of them as a message of the user: templates have no place for them inside."""
     if items is None or items == []:
         raise NoMessages
     if isinstance(items, str):
-        return [_chat_message("user", content=items)]
+        return InputMessages([_chat_message("user", content=items)], ["input"])
     messages: list[ChatMessage] = []
+    places: list[str] = []
     round: tuple[str, int] | None = None
     """The reply of the calls of servers before, and the index of its message."""
     pictures: list[Any] = []
+    where = pictured = ""
     for index, item in enumerate(items):
+        places += [where] * (len(messages) - len(places))
         where = f"input[{index}]"
         if item.type in ("mcp_list_tools", "mcp_approval_request"):
             continue
@@ -274,17 +287,21 @@ def chat_messages(items: Sequence[InputItem] | str | None) -> list[ChatMessage]:
         if item.type == "function_call_output":
             result, shown = _result(where, item)
             messages.append(result)
+            pictured = pictured if pictures else where
             pictures += shown
             continue
         if pictures:
             messages.append(_chat_message("user", content=pictures))
+            places.append(pictured)
             pictures = []
         _append(messages, _message(where, item))
+    places += [where] * (len(messages) - len(places))
     if pictures:
         messages.append(_chat_message("user", content=pictures))
+        places.append(pictured)
     if not messages:
         raise NoMessages
-    return messages
+    return InputMessages(messages, places)
 
 
 def _append(messages: list[ChatMessage], message: ChatMessage) -> None:

@@ -54,8 +54,9 @@ from palaver.server.responses.mcp import (
 )
 from palaver.server.responses.request import (
     FIELD_NAMES,
-    chat_messages,
+    InputMessages,
     check_answerable,
+    convert_input,
     ignored_request_fields,
     load_items,
     mcp_tools,
@@ -356,11 +357,13 @@ async def _resolve(
 ) -> tuple[ChatRequest, ChatHistory, ResponseTarget]:
     """The request as a chat request, its messages, and the branch that they continue."""
     items = await resolve_references(chat, body.input)
-    chat_request = to_chat_request(body, [] if only_instructions(body) else chat_messages(items))
+    converted = InputMessages() if only_instructions(body) else convert_input(items)
+    chat_request = to_chat_request(body, converted.messages)
     if stored:
         check_answerable(chat_request.messages)
     attachments = state.attachments(model)
-    parsed = await asyncio.to_thread(parse_history, chat_request, state.settings.limits.messages, attachments)
+    limit = state.settings.limits.messages
+    parsed = await asyncio.to_thread(parse_history, chat_request, limit, attachments, converted.places)
     target = await resolve_target(chat, body, parsed.messages, to_record(body), state.response_index, owner)
     return chat_request, parsed, target
 
