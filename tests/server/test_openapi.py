@@ -28,7 +28,8 @@ StreamWish StructuredOutputs Switch SwitchKind TallyRow Text TextBlock TextForma
 ThinkingBlock ThinkingConfig ThinkingDelta ThinkingWish ThoughtWish Token TokenCount TokenizeRequest TokensRead
 TokensWritten Tool ToolCall ToolCallDelta ToolCallOpened ToolChoice ToolGiven ToolName ToolOffered ToolResource
 ToolResult ToolResultBlock ToolRound ToolRule ToolServer ToolServerState ToolSignIn ToolUseBlock Transcription
-TranscriptionRequest TranslationRequest TurnEvent UnloadRequest UpdateConversation Usage UsageTold Waiting
+TranscriptionRequest TranslationRequest TurnEvent UnloadRequest UpdateConversation Usage UsageOptions UsageTold
+Waiting
 """
 
 

@@ -67,6 +67,17 @@ def test_a_stream_that_did_not_ask_for_usage_has_it_once(http: httpx.Client, n: 
     assert counted is events[-1]
 
 
+@pytest.mark.parametrize("stream_options", [None, {"include_usage": False}])
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
+def test_usage_as_openrouter_s_clients_ask_for_it(http: httpx.Client, path: str, stream_options: Any) -> None:
+    asked: dict[str, Any] = {"messages": SUM} if path == CHAT else {"prompt": "Hello"}
+    asked |= {"max_tokens": 4, "usage": {"include": True}, "stream_options": stream_options}
+    assert http.post(path, json=asked).json()["usage"]["completion_tokens"] == 4
+    events = chunks(http.post(path, json={**asked, "stream": True}).text)
+    assert (events[-1]["choices"], events[-1]["usage"]["completion_tokens"]) == ([], 4)
+    assert not any(event.get("usage") for event in events[:-1])
+
+
 @pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
 def test_usage_so_far_comes_with_every_chunk(http: httpx.Client, path: str) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}

@@ -106,7 +106,7 @@ def _parse_request(
         top_logprobs=body.logprobs or 0,
         token_ids=bool(body.return_token_ids),
         stream=bool(body.stream),
-        usage=usage_chunks(body.stream_options),
+        usage=usage_chunks(body),
     )
     streams = [_reply_stream(model, replace(request, choice=c), prompt) for prompt in prompts for c in range(n)]
     return ChatCall(model, request, len(streams), output), streams

@@ -28,7 +28,7 @@ from palaver.server.openai.schemas import (
     FunctionName,
     NamedToolChoice,
     RequestFields,
-    StreamOptions,
+    SamplingFields,
     VoiceReference,
 )
 from palaver.server.settings import ServerSettings
@@ -218,16 +218,17 @@ def output_options(request: ChatRequest) -> OutputOptions:
         top_logprobs=request.top_logprobs or 0,
         token_ids=bool(request.return_token_ids),
         stream=bool(request.stream),
-        usage=usage_chunks(request.stream_options),
+        usage=usage_chunks(request),
         drafts=request.stream_options is not None and request.stream_options.include_drafts,
         audio=audio_recording(request),
     )
 
 
-def usage_chunks(options: StreamOptions | None) -> UsageChunks:
-    if options is None or not options.include_usage:
-        return UsageChunks.FINISH
-    return UsageChunks.EVERY if options.continuous_usage_stats else UsageChunks.LAST
+def usage_chunks(request: SamplingFields) -> UsageChunks:
+    options = request.stream_options
+    if options is not None and options.include_usage:
+        return UsageChunks.EVERY if options.continuous_usage_stats else UsageChunks.LAST
+    return UsageChunks.LAST if request.usage is not None and request.usage.include else UsageChunks.FINISH
 
 
 def audio_recording(request: ChatRequest) -> AudioRecording | None:

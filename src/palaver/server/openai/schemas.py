@@ -128,6 +128,10 @@ class StreamOptions(RequestFields):
     include_obfuscation: bool | None = Field(None, description="Ignored.")
 
 
+class UsageOptions(RequestFields):
+    include: bool = False
+
+
 class ThinkingOptions(RequestFields):
     type: Literal["enabled", "disabled", "adaptive"] = "enabled"
     budget_tokens: Whole = None
@@ -155,6 +159,7 @@ class SamplingFields(RequestFields):
     model: str | None = None
     stream: Switched = None
     stream_options: StreamOptions | None = None
+    usage: UsageOptions | None = Field(None, description="include_usage, as OpenRouter's clients send it.")
     n: Whole = Field(None, description="Different replies under one seed.")
     temperature: Number = None
     top_p: Number = None
