@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+from typing import Any
+
 from prompt_toolkit.completion import DummyCompleter
 from prompt_toolkit.history import InMemoryHistory
 from prompt_toolkit.input import Input, create_pipe_input
@@ -25,3 +28,16 @@ async def test_up_edits_a_message_that_begins_with_a_slash() -> None:
         prompt = open_prompt(input)
         input.send_text(UP + ENTER)
         assert await prompt.read(last=LastMessage("id", "/delete")) == TypedLine("//delete", "id")
+
+
+async def test_pasted_colours_are_no_keys() -> None:
+    """Of a terminal without bracketed paste. prompt_toolkit takes them for the mouse, and showed a traceback."""
+    failures: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: failures.append(context))
+    with create_pipe_input() as input:
+        prompt = open_prompt(input)
+        input.send_text("a\x1b[31mred\x1b[0m\x1b[1;31mb" + ENTER)
+        assert await asyncio.wait_for(prompt.read(), 10) == TypedLine("aredb")
+        input.send_text("\x1b[31my" + ENTER)
+        assert await prompt.ask("Run it?") == "y"
+    assert not failures

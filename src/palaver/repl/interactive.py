@@ -22,6 +22,7 @@ from prompt_toolkit.formatted_text import StyleAndTextTuples
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.input import Input, create_input
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+from prompt_toolkit.keys import Keys
 from prompt_toolkit.output import Output, create_output
 from prompt_toolkit.shortcuts import CompleteStyle
 from prompt_toolkit.styles import Style
@@ -152,7 +153,9 @@ class PromptLine:
             enable_suspend=True,
             style=_STYLE,
         )
-        self._question_session: PromptSession[str] = PromptSession(input=input, output=output)
+        self._question_session: PromptSession[str] = PromptSession(
+            input=input, output=output, key_bindings=ignore_mouse(KeyBindings())
+        )
 
     async def read(self, initial: TypedLine | None = None, last: LastMessage | None = None) -> TypedLine:
         self._editing.last = last
@@ -189,7 +192,7 @@ class PromptLine:
 
 def key_bindings(editing: EditState, stopped_at: Callable[[], float], on_toggle: Callable[[], None]) -> KeyBindings:
     """The prompt's key bindings in addition to prompt_toolkit's defaults."""
-    keys = KeyBindings()
+    keys = ignore_mouse(KeyBindings())
 
     @Condition
     def is_empty() -> bool:
@@ -246,6 +249,17 @@ def key_bindings(editing: EditState, stopped_at: Callable[[], float], on_toggle:
         if buffer.document.cursor_position_row == 0:
             editing.edited_id = None
         buffer.auto_up()
+
+    return keys
+
+
+def ignore_mouse(keys: KeyBindings) -> KeyBindings:
+    """Ignores what looks like an event of the mouse, which is off. A pasted colour (ESC [ 31 m) does, and
+    prompt_toolkit's own binding fails on it."""
+
+    @keys.add(Keys.Vt100MouseEvent)
+    def _(event: KeyPressEvent) -> None:
+        pass
 
     return keys
 
