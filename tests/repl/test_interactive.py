@@ -41,3 +41,11 @@ async def test_pasted_colours_are_no_keys() -> None:
         input.send_text("\x1b[31my" + ENTER)
         assert await prompt.ask("Run it?") == "y"
     assert not failures
+
+
+async def test_pasted_bytes_that_are_not_utf_8_are_replaced() -> None:
+    """The message was refused, and gone from the prompt."""
+    with create_pipe_input() as input:
+        prompt = open_prompt(input)
+        input.send_bytes(b"caf\xe9 \xc3\xa9\r")
+        assert await prompt.read() == TypedLine("caf\ufffd é")

@@ -161,6 +161,7 @@ class PromptLine:
         self._editing.last = last
         self._editing.edited_id = initial.edited_id if initial else None
         text = await self._session.prompt_async(default=initial.text if initial else "", handle_sigint=False)
+        text = text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")  # bytes that are not UTF-8
         return TypedLine(text, self._editing.edited_id)
 
     async def ask(self, question: str) -> str:
