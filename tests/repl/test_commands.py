@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from palaver.chat.interface import ModelState
+from palaver.chat.local_chat import LocalChat
 from palaver.chat.model_pool import PooledEngine
 from palaver.messages import Role
 from palaver.repl import strings
 from palaver.repl.commands import table
 from palaver.repl.input import TypedLine
-from palaver.store import StoredMessage
+from palaver.store import DiskFull, StoredMessage
 from tests.chat.scripted_service import OTHER, WAVE
 from tests.repl.scripted_session import PLAIN, open_session
 from tests.store.exports import CLAUDE, archive
@@ -115,6 +117,18 @@ async def test_a_message_that_was_refused_leaves_no_conversation(tmp_path: Path)
 
 
 DELETED = "This conversation was deleted elsewhere: /new starts another one, `palaver undelete {id}` brings it back."
+
+
+async def test_a_full_disk_keeps_the_typed_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def refuse(*arguments: Any, **fields: Any) -> None:
+        raise DiskFull
+
+    async with open_session(tmp_path) as session:
+        await session.do("Hello")
+        with monkeypatch.context() as patch:
+            patch.setattr(LocalChat, "send_message", refuse)
+            assert "disk is full" in await session.do("//etc is a folder")
+        assert session.session.initial_line == TypedLine("//etc is a folder")
 
 
 async def test_a_conversation_that_is_deleted_elsewhere_keeps_the_typed_message(tmp_path: Path) -> None:

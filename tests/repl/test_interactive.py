@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
+import pytest
 from prompt_toolkit.completion import DummyCompleter
 from prompt_toolkit.history import InMemoryHistory
 from prompt_toolkit.input import Input, create_pipe_input
 from prompt_toolkit.output import DummyOutput
 
 from palaver.repl.input import LastMessage, TypedLine
-from palaver.repl.interactive import PromptLine
+from palaver.repl.interactive import InputHistory, PromptLine
 from palaver.repl.terminal_mode import KeyMode
 from tests.repl.terminal import ENTER, UP
 
@@ -49,3 +51,10 @@ async def test_pasted_bytes_that_are_not_utf_8_are_replaced() -> None:
         prompt = open_prompt(input)
         input.send_bytes(b"caf\xe9 \xc3\xa9\r")
         assert await prompt.read() == TypedLine("caf\ufffd é")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a full disk is a file of Linux")
+def test_a_full_disk_costs_no_line() -> None:
+    history = InputHistory("/dev/full")
+    history.append_string("Hello" * 10_000)
+    assert history.get_strings() == ["Hello" * 10_000]

@@ -274,7 +274,15 @@ def open_history(path: Path) -> History:
         _truncate(path)
     except OSError:
         return InMemoryHistory()
-    return FileHistory(path)
+    return InputHistory(path)
+
+
+class InputHistory(FileHistory):
+    """Lines that the file can't take, because the disk is full, are kept in memory."""
+
+    def store_string(self, string: str) -> None:
+        with suppress(OSError):
+            super().store_string(string)
 
 
 def _truncate(path: Path) -> None:
