@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,9 @@ from prompt_toolkit.input import Input, create_pipe_input
 from prompt_toolkit.output import DummyOutput
 
 from palaver.repl.input import LastMessage, TypedLine
-from palaver.repl.interactive import InputHistory, PromptLine
+from palaver.repl.interactive import InputHistory, PromptLine, log_to_screen
 from palaver.repl.terminal_mode import KeyMode
+from tests.repl.scripted_session import open_session
 from tests.repl.terminal import ENTER, UP
 
 
@@ -58,3 +61,22 @@ def test_a_full_disk_costs_no_line() -> None:
     history = InputHistory("/dev/full")
     history.append_string("Hello" * 10_000)
     assert history.get_strings() == ["Hello" * 10_000]
+
+
+async def test_warnings_are_notes_on_the_screen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """On stderr they went into the middle of a reply, whose last lines were shown twice."""
+    async with open_session(tmp_path) as session:
+        shown: list[str] = []
+        session.session.screen.note = shown.append  # type: ignore[method-assign, assignment]
+        log = logging.getLogger("palaver.engines")
+        with log_to_screen(session.session):
+            await asyncio.to_thread(log.warning, "the engine was started again")
+            await asyncio.wait_for(_until(lambda: bool(shown)), 10)
+        log.warning("nobody is at the terminal")
+    assert shown == ["the engine was started again"]
+    assert "started again" not in capsys.readouterr().err
+
+
+async def _until(holds: Callable[[], bool]) -> None:
+    while not holds():
+        await asyncio.sleep(0.01)

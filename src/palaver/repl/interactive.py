@@ -5,12 +5,14 @@ The prompt is usable while the model loads."""
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import sys
 import textwrap
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from contextvars import copy_context
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -84,8 +86,9 @@ async def _run(session: Session, input: Input, mode: KeyMode) -> None:
     session.screen.show(*first_screen(await session.chat.model(), session.settings.is_attached), Text())
     watcher = asyncio.create_task(_watch_model(session, prompt))
     try:
-        await session.open_initial()
-        await session.run()
+        with log_to_screen(session):
+            await session.open_initial()
+            await session.run()
     finally:
         watcher.cancel()
         with suppress(asyncio.CancelledError):
@@ -109,6 +112,41 @@ async def _toggle_thinking(session: Session) -> None:
     async with in_terminal():
         with suppress(PalaverError):
             await toggle(session)
+
+
+class ScreenHandler(logging.Handler):
+    """Shows warnings above the prompt and the live lines. Written to stderr, they would go into the middle of these."""
+
+    def __init__(self, session: Session) -> None:
+        super().__init__(logging.WARNING)
+        self._session = session
+        self._loop = asyncio.get_running_loop()
+        self._context = copy_context()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """May be called from any thread."""
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._start, self.format(record), context=self._context)
+
+    def _start(self, text: str) -> None:
+        task = self._loop.create_task(self._show(text))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _show(self, text: str) -> None:
+        async with in_terminal():
+            self._session.screen.note(text)
+
+
+@contextmanager
+def log_to_screen(session: Session) -> Iterator[None]:
+    handler, root = ScreenHandler(session), logging.getLogger()
+    root.addHandler(handler)
+    try:
+        yield
+    finally:
+        root.removeHandler(handler)
 
 
 class EditState:
