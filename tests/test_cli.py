@@ -103,6 +103,16 @@ def test_chat_reads_a_line_a_turn(tiny_model: Path) -> None:
     assert "/help all lists every command" in result.stderr
 
 
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_streams_that_are_closed_are_empty(tmp_path: Path, tiny_model: Path, closed: str) -> None:
+    command = f'echo "Hello" | "$0" -m palaver chat "$1" --data "$2" {closed}'
+    done = subprocess.run(
+        ["sh", "-c", command, sys.executable, tiny_model, tmp_path], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_a_failing_turn_does_not_end_the_chat(tiny_model: Path) -> None:
     result = run("chat", tiny_model, *SHORT, input="/continue\n" + "x" * 600 + "\nHi\n")
     assert result.exit_code == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Annotated
 
@@ -53,7 +54,15 @@ app.add_typer(cluster, name="cluster")
 
 
 def main() -> None:
+    _open_closed_streams()
     app(_with_command(sys.argv[1:]))
+
+
+def _open_closed_streams() -> None:
+    """A stream that was closed before the start, as `palaver <&-` does, is an empty one."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 - stays open
 
 
 def _with_command(arguments: list[str]) -> list[str]:
