@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -91,6 +93,33 @@ async def test_a_file_in_the_home_folder_of_an_unknown_user(tmp_path: Path, comm
     async with open_session(tmp_path) as session:
         await session.do("Hello")
         assert await session.do(command.format(file)) == f"Can't find the home folder that {file} begins with."
+
+
+async def test_import_reads_no_pipe(tmp_path: Path) -> None:
+    os.mkfifo(pipe := tmp_path / "pipe.json")
+    async with open_session(tmp_path / "data") as session:
+        shown = await asyncio.wait_for(session.do(f"/import {pipe}"), 10)
+        assert shown == f"{pipe} is a pipe or a device, not a file."
+
+
+async def test_leaving_does_not_wait_for_a_pipe_that_was_cancelled(tmp_path: Path) -> None:
+    os.mkfifo(pipe := tmp_path / "pipe.txt")
+    async with open_session(tmp_path / "data") as session:
+        reading = asyncio.ensure_future(session.do(f"/attach {pipe}"))
+        await asyncio.sleep(0.2)
+        reading.cancel()
+    await asyncio.wait_for(asyncio.get_running_loop().shutdown_default_executor(), 10)
+
+
+async def test_a_device_without_an_end_is_too_large(tmp_path: Path) -> None:
+    async with open_session(tmp_path) as session:
+        assert await session.do("/attach /dev/zero") == "/dev/zero is larger than 50 MB."
+
+
+async def test_an_empty_file_is_called_empty(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("\n")
+    async with open_session(tmp_path) as session:
+        assert await session.do(f"/attach {tmp_path}/notes.txt") == "notes.txt is empty."
 
 
 async def test_a_model_that_does_not_exist_leaves_the_current_one(tmp_path: Path) -> None:

@@ -71,6 +71,8 @@ class AttachmentReader:
 
     def read_document(self, data: bytes, name: str = "") -> str:
         """The text of a PDF, DOCX, HTML or text file, as it stands in a message."""
+        if not data.strip():
+            raise BadMedia(name, "is empty")
         text = self.decoder.document_text(data, name) if sniff(data) in DOCUMENT_TYPES else _as_text(data)
         if text is None:
             raise BadMedia(name, "is neither text in UTF-8 nor a PDF, DOCX or HTML file")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 import select
 import sys
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
@@ -555,12 +555,22 @@ def _request(model: Model, question: Question, parts: list[Part]) -> ReplyReques
 
 
 def _read_attachment(path: Path) -> tuple[str, bytes]:
-    if path.stat().st_size > _MAX_ATTACHMENT_BYTES:
+    with _named_file("--attach", path), path.open("rb") as file:  # or a pipe: --attach <(program)
+        data = file.read(_MAX_ATTACHMENT_BYTES + 1)
+    if len(data) > _MAX_ATTACHMENT_BYTES:
         raise BadParameter("--attach", str(path), strings.ATTACHMENT_TOO_LARGE)
     name = path.name.encode(errors="replace").decode()  # it may be in any encoding
-    data = path.read_bytes()
     _check_document(data, name)
     return name, data
+
+
+@contextmanager
+def _named_file(option: str, path: str | Path) -> Iterator[None]:
+    """Inside, a file of an option that can't be opened is wrong usage."""
+    try:
+        yield
+    except (FileNotFoundError, IsADirectoryError, PermissionError) as error:
+        raise BadParameter(option, str(path)[:200], str(error.strerror)) from None
 
 
 def _check_document(data: bytes, name: str) -> None:
@@ -583,7 +593,8 @@ def _read_schema(text: str | None) -> str | None:
     if is_inline:
         check_utf8({"--schema": text})
     try:
-        value = json.loads(text if is_inline else Path(text).read_text(encoding="utf-8"))
+        with _named_file("--schema", text):
+            value = json.loads(text if is_inline else Path(text).read_text(encoding="utf-8"))
     except ValueError:
         value = None
     if not isinstance(value, dict):

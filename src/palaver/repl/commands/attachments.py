@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import re
 import shlex
+import threading
+from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import unquote
@@ -43,9 +45,28 @@ async def read_file(arguments: str) -> tuple[bytes, str]:
 
 
 async def _read_limited(path: Path) -> bytes:
-    if path.stat().st_size > _MAX_ATTACHMENT_BYTES:
+    """In a thread of its own, which nothing waits for after Ctrl+C: reading a named pipe may never end."""
+    reading: Future[bytes] = Future()
+
+    def read() -> None:
+        reading.set_running_or_notify_cancel()
+        try:
+            with path.open("rb") as file:
+                reading.set_result(file.read(_MAX_ATTACHMENT_BYTES + 1))
+        except OSError as error:
+            reading.set_exception(error)
+
+    threading.Thread(target=read, daemon=True).start()
+    data = await asyncio.wrap_future(reading)
+    if len(data) > _MAX_ATTACHMENT_BYTES:
         raise RequestError(strings.FILE_TOO_LARGE.format(path=path, limit=_MAX_ATTACHMENT_BYTES // 1_000_000))
-    return await asyncio.to_thread(path.read_bytes)
+    return data
+
+
+def check_file(path: Path) -> None:
+    """Raises RequestError for pipes and devices: reading them may never end, and can't be cancelled."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise RequestError(strings.NOT_A_FILE.format(path=path))
 
 
 async def attach_file(session: Session, path: Path) -> None:

@@ -15,7 +15,7 @@ from palaver.errors import RequestError
 from palaver.messages import Role
 from palaver.repl import strings
 from palaver.repl.command_table import ArgumentChoice, CommandGroup, complete_paths, fixed_choices
-from palaver.repl.commands.attachments import parse_path
+from palaver.repl.commands.attachments import check_file, parse_path
 from palaver.repl.text import format_count, one_line
 from palaver.store import Conversation
 
@@ -84,6 +84,7 @@ async def export(session: Session, arguments: str) -> None:
 @commands.command("import", ("load",), complete_paths)
 async def import_(session: Session, arguments: str) -> None:
     path = parse_path(arguments.strip())
+    check_file(path)
     report = await session.chat.import_conversations(await asyncio.to_thread(path.read_bytes))
     imported = report.conversations
     for skipped in report.skipped[:_MAX_SKIPPED]:

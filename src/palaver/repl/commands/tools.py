@@ -14,7 +14,7 @@ from palaver.errors import RequestError
 from palaver.messages import Role, ToolCall, ToolResult, tool
 from palaver.repl import strings
 from palaver.repl.command_table import ArgumentChoice, CommandGroup, complete_paths
-from palaver.repl.commands.attachments import attach_bytes, parse_path
+from palaver.repl.commands.attachments import attach_bytes, check_file, parse_path
 from palaver.repl.reply_view import format_call, unanswered_calls
 from palaver.repl.text import format_count, one_line
 from palaver.sampling import OFF_WORDS
@@ -182,6 +182,7 @@ def _show_server(session: Session, card: ServerCard, is_offered: bool) -> None:
 
 
 def _read_tools(path: Path) -> list[Any]:
+    check_file(path)
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
