@@ -17,7 +17,7 @@ from palaver.messages import Role
 from palaver.repl import strings
 from palaver.repl.commands import table
 from palaver.repl.input import TypedLine
-from palaver.store import DiskFull, StoredMessage
+from palaver.store import Conflict, DiskFull, StoredMessage
 from tests.chat.scripted_service import OTHER, WAVE
 from tests.repl.scripted_session import PLAIN, open_session
 from tests.store.exports import CLAUDE, archive
@@ -148,15 +148,18 @@ async def test_a_message_that_was_refused_leaves_no_conversation(tmp_path: Path)
 DELETED = "This conversation was deleted elsewhere: /new starts another one, `palaver undelete {id}` brings it back."
 
 
-async def test_a_full_disk_keeps_the_typed_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [DiskFull(), Conflict("The reply is still running.")])
+async def test_a_message_that_can_not_be_stored_stays_in_the_prompt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
     async def refuse(*arguments: Any, **fields: Any) -> None:
-        raise DiskFull
+        raise error
 
     async with open_session(tmp_path) as session:
         await session.do("Hello")
         with monkeypatch.context() as patch:
             patch.setattr(LocalChat, "send_message", refuse)
-            assert "disk is full" in await session.do("//etc is a folder")
+            assert await session.do("//etc is a folder") == str(error)
         assert session.session.initial_line == TypedLine("//etc is a folder")
 
 

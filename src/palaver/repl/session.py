@@ -40,7 +40,7 @@ from palaver.repl.status import (
 )
 from palaver.repl.terminal_variable import add_terminal_variable
 from palaver.repl.turn_follower import TurnFollower
-from palaver.store import Blob, Conversation, DiskFull, Locked, NotFound, StoredMessage
+from palaver.store import Blob, Conflict, Conversation, DiskFull, Locked, NotFound, StoredMessage
 
 if TYPE_CHECKING:
     from palaver.media import MediaDecoder
@@ -241,7 +241,7 @@ class Session:
         try:
             yield
         except BaseException as error:
-            if text is not None and isinstance(error, Interrupted | NotFound | DiskFull | Locked):
+            if text is not None and isinstance(error, Interrupted | NotFound | Conflict | DiskFull | Locked):
                 self.initial_line = TypedLine(escape_message(text))
             if is_new:
                 with suppress(PalaverError):
