@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,11 @@ from palaver.chat.model_pool import PooledEngine
 from palaver.messages import Role
 from palaver.repl import strings
 from palaver.repl.commands import table
-from palaver.repl.input import TypedLine
+from palaver.repl.input import KeyActions, LastMessage, TypedLine
+from palaver.repl.session import Interrupted
 from palaver.store import Conflict, DiskFull, StoredMessage
 from tests.chat.scripted_service import OTHER, WAVE
-from tests.repl.scripted_session import PLAIN, open_session
+from tests.repl.scripted_session import PLAIN, TypedLines, open_session
 from tests.store.exports import CLAUDE, archive
 
 
@@ -161,6 +163,55 @@ async def test_a_message_that_can_not_be_stored_stays_in_the_prompt(
             patch.setattr(LocalChat, "send_message", refuse)
             assert await session.do("//etc is a folder") == str(error)
         assert session.session.initial_line == TypedLine("//etc is a folder")
+
+
+async def test_control_c_does_not_wait_for_a_server_that_is_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing answers for a minute: neither what is being sent nor what is asked for the line below."""
+
+    async def stay_silent(*arguments: Any, **fields: Any) -> Any:
+        await asyncio.sleep(60)
+
+    async with open_session(tmp_path) as session:
+        await session.do("Hello")
+        actions: list[KeyActions] = []
+
+        def watch_keys(found: KeyActions) -> AbstractContextManager[None]:
+            actions.append(found)
+            return nullcontext()
+
+        monkeypatch.setattr(session.session.lines, "watch_keys", watch_keys)
+        with monkeypatch.context() as patch:
+            for name in ("conversation", "cursor", "model"):
+                patch.setattr(LocalChat, name, stay_silent)
+            sending = asyncio.ensure_future(session.do("Are you there?"))
+            while len(actions) < 2:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(1)
+            actions[-1].on_interrupt()
+            with pytest.raises(Interrupted):
+                await asyncio.wait_for(sending, 5)
+        assert session.session.initial_line == TypedLine("Are you there?")
+
+
+async def test_the_prompt_does_not_wait_for_a_server_that_is_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def stay_silent(*arguments: Any, **fields: Any) -> Any:
+        await asyncio.sleep(60)
+
+    class Prompted(TypedLines):
+        async def read(self, initial: TypedLine | None = None, last: LastMessage | None = None) -> TypedLine:
+            assert last is None
+            raise EOFError
+
+    async with open_session(tmp_path) as session:
+        await session.do("Hello")
+        session.session.lines = Prompted()
+        with monkeypatch.context() as patch:
+            patch.setattr(LocalChat, "cursor", stay_silent)
+            await asyncio.wait_for(session.session.run(), 10)
 
 
 async def test_a_conversation_that_is_deleted_elsewhere_keeps_the_typed_message(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from uuid import uuid4
 from rich.text import Text
 
 from palaver.chat.interface import Chat, ModelCard, ModelState
-from palaver.errors import ContextOverflow, PalaverError
+from palaver.errors import ContextOverflow, PalaverError, RequestError
 from palaver.events import Failed
 from palaver.messages import Message, Part, Role
 from palaver.messages import Text as TextPart
@@ -40,7 +40,7 @@ from palaver.repl.status import (
 )
 from palaver.repl.terminal_variable import add_terminal_variable
 from palaver.repl.turn_follower import TurnFollower
-from palaver.store import Blob, Conflict, Conversation, DiskFull, Locked, NotFound, StoredMessage
+from palaver.store import Blob, Conflict, Conversation, NotFound, StoredMessage
 
 if TYPE_CHECKING:
     from palaver.media import MediaDecoder
@@ -48,6 +48,8 @@ if TYPE_CHECKING:
     from palaver.repl.voice import SessionVoice, SpokenReply
 
 T = TypeVar("T")
+_LAST_MESSAGE_SECONDS = 2.0
+"""How long the prompt waits for the message that the Up key edits, if the server is away."""
 _SHORTEN = {"overflow": "shorten"}
 _CONVERSATION_KINDS = ("conversation", "message", "reply", "turn")
 """What is not found once its conversation is deleted."""
@@ -182,8 +184,8 @@ class Session:
         """The message that the Up key edits."""
         if not self.lines.is_interactive:
             return None
-        with suppress(PalaverError):
-            message = await self.cursor.last_message(Role.USER)
+        with suppress(PalaverError, TimeoutError):
+            message = await asyncio.wait_for(self.cursor.last_message(Role.USER), _LAST_MESSAGE_SECONDS)
             return LastMessage(message.id, message.text) if message and message.text else None
         return None
 
@@ -209,8 +211,8 @@ class Session:
 
     async def _send_message(self, message: Message, shorten: bool, text: str | None) -> StoredMessage:
         async with self._sending(text):
-            conversation = await self.cursor.ensure_conversation()
-            parent_id = (await self.cursor.position()).message_id
+            conversation = await self.wait_for(self.cursor.ensure_conversation(), strings.WAITING_FOR_SERVER)
+            parent_id = (await self.wait_for(self.cursor.position(), strings.WAITING_FOR_SERVER)).message_id
             parameters = await self.turn_parameters(conversation, parent_id, _SHORTEN if shorten else {})
             sent = await self.wait_for(
                 self.chat.send_message(conversation.id, parent_id, message, parameters=parameters, key=uuid4().hex),
@@ -241,9 +243,9 @@ class Session:
         try:
             yield
         except BaseException as error:
-            if text is not None and isinstance(error, Interrupted | NotFound | Conflict | DiskFull | Locked):
+            if text is not None and _is_unsent(error):
                 self.initial_line = TypedLine(escape_message(text))
-            if is_new:
+            if is_new and self.cursor.conversation_id is not None:
                 with suppress(PalaverError):
                     await self.cursor.discard_empty()
             raise
@@ -266,7 +268,7 @@ class Session:
             await self._compare(None, parent_id)
             return
         with self.deferred_interrupts():
-            conversation = await self.cursor.ensure_conversation()
+            conversation = await self.wait_for(self.cursor.ensure_conversation(), strings.WAITING_FOR_SERVER)
             parameters = await self.turn_parameters(conversation, parent_id)
             reply = await self.wait_for(
                 self.chat.start_reply(conversation.id, parent_id, parameters=parameters, key=uuid4().hex),
@@ -395,12 +397,21 @@ class Session:
         """Awaits the result and shows a status line meanwhile. Ctrl+C cancels and raises Interrupted."""
         task = asyncio.ensure_future(awaitable)
         started_at = time.monotonic()
-        with self.lines.watch_keys(KeyActions(task.cancel, on_clear=self.screen.clear)):
-            if self._interrupted:
-                task.cancel()
-            while not (await asyncio.wait([task], timeout=0.25))[0]:
-                note = await self._loading_status() or description
-                self.screen.update((), [waiting_line(note, time.monotonic() - started_at)])
+        loading: asyncio.Task[str] | None = None
+        note = ""
+        try:
+            with self.lines.watch_keys(KeyActions(task.cancel, on_clear=self.screen.clear)):
+                if self._interrupted:
+                    task.cancel()
+                while not (await asyncio.wait([task], timeout=0.25))[0]:
+                    loading = loading or asyncio.ensure_future(self._loading_status())
+                    await asyncio.wait([task, loading], timeout=0.25, return_when=asyncio.FIRST_COMPLETED)
+                    if loading.done():  # it is not while the server is away
+                        note, loading = loading.result(), None
+                    self.screen.update((), [waiting_line(note or description, time.monotonic() - started_at)])
+        finally:
+            if loading is not None:
+                loading.cancel()
         self.screen.update(())
         if task.cancelled():
             raise Interrupted
@@ -449,6 +460,15 @@ class Session:
         if running is not None:
             await self.follow(running)
             await self.follow_tools(running)
+
+
+def _is_unsent(error: BaseException) -> bool:
+    """Whether a message that failed with this error could be sent as it is. A prompt that is too long has choices."""
+    if isinstance(error, RequestError):
+        return isinstance(error, NotFound | Conflict)
+    return isinstance(error, Interrupted) or (
+        isinstance(error, PalaverError) and not isinstance(error, ContextOverflow)
+    )
 
 
 async def run(chat: Chat, settings: SessionSettings) -> bool:

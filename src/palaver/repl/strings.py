@@ -64,6 +64,7 @@ FIRST_CONVERSATION = "No conversations yet, so this is a new one."
 # --- waiting ---
 
 WAITING = "{what} · {time}"
+WAITING_FOR_SERVER = "Waiting for the server"
 WAITING_FOR_MODEL = "Waiting for the model"
 READING_PROMPT = "Reading"
 QUEUED = "Waiting in line: number {position}"
