@@ -430,6 +430,17 @@ def test_other_weights_are_left_to_llama_cpp(case: str, tmp_path: Path) -> None:
         open_decoder(write_gguf(twins.path, twins.metadata, tensors))
 
 
+@pytest.mark.parametrize("part", ["gate", "down"])
+def test_biases_of_experts_are_floats(part: str, tmp_path: Path) -> None:
+    """Those of all experts are one tensor of two dimensions, as matrices are."""
+    family, overrides = SPECIAL["gpt-oss"]
+    twins = Twins(tmp_path, family, **overrides)
+    tensors, name = decoder_tensors(twins.folder), f"blk.1.ffn_{part}_exps.bias"
+    tensors[name] = ("q4_0", tensors[name][1])
+    with pytest.raises(UnsupportedModel, match="weights of the type Q4_0"):
+        open_decoder(write_gguf(twins.path, twins.metadata, tensors))
+
+
 def test_types_that_are_not_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """IQ4_NL has blocks of the same size."""
     monkeypatch.setitem(gguf_files._TENSOR_TYPES, "q4_0", 20)

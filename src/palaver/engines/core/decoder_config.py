@@ -319,7 +319,7 @@ def read_decoder_config(
     if names:
         raise UnsupportedModel(f"its weights are not those of its configuration ({names[0]})")
     for name, tensor in checkpoint.tensors.items():
-        is_matrix = len(tensor.shape) > 1 or quantization is not None
+        is_matrix = (len(tensor.shape) > 1 and not name.endswith(".bias")) or quantization is not None
         known = tensor.dtype in FLOATS or (is_matrix and tensor.dtype in quantised)
         _require(known or name not in expected, f"weights of the type {tensor.dtype}")
     return config if checkpoint.rope_factors is None else _divide_frequencies(config, checkpoint.rope_factors)
