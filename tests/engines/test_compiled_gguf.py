@@ -4,6 +4,7 @@ llama.cpp and of transformers, and bits that depend on the text alone. Other fil
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import random
 import sys
@@ -381,6 +382,7 @@ REFUSED: dict[str, Mapping[str, Any]] = {
     "heads by layer": {"qwen3.attention.head_count_kv": [2, 2, 1]},
     "no heads": {"qwen3.attention.head_count": 0},
     "a head of no size": {"qwen3.attention.key_length": "large"},
+    "a head that nobody has": {"qwen3.attention.key_length": 1 << 31, "qwen3.attention.value_length": 1 << 31},
     "frequencies by length": {"qwen3.rope.scaling.type": "longrope", "qwen3.rope.scaling.factor": 2.0},
     "a factor of 0": {"qwen3.rope.scaling.type": "linear", "qwen3.rope.scaling.factor": 0.0},
     "another vocabulary": {"qwen3.vocab_size": 5},
@@ -388,6 +390,10 @@ REFUSED: dict[str, Mapping[str, Any]] = {
     "more layers than anybody has": {"qwen3.block_count": 4_000_000_000},
     "a number that is none": {"qwen3.attention.layer_norm_rms_epsilon": "small"},
     "no context": {"qwen3.context_length": 0},
+    "a context that is no number": {"qwen3.context_length": "long", "qwen3.attention.sliding_window": 24},
+    "a window that is no number": {"qwen3.attention.sliding_window": "small"},
+    "several kinds of angles": {"qwen3.rope.scaling.type": [1, 2]},
+    "a number that is infinite": {"qwen3.attention.layer_norm_rms_epsilon": math.inf},
 }
 
 

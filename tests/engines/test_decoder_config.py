@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -167,6 +168,13 @@ REFUSED: dict[str, dict[str, Any]] = {
     "other sizes": {"intermediate_size": 64},
     "tied, with an output layer in the files": {"tie_word_embeddings": True},
     "an unknown family": {"model_type": "plain"},
+    "a size that nobody has": {"hidden_size": 10**400},
+    "heads that nobody has": {"head_dim": 1 << 30},
+    "a number without an end": {"rms_norm_eps": 10**400},
+    "a number that is infinite": {"rms_norm_eps": math.inf},
+    "several kinds of angles": {"rope_parameters": {"rope_type": ["default"], **THETA}},
+    "kinds of attention that are no list": {"layer_types": 3},
+    "kinds of attention without names": {"layer_types": [["full_attention"]] * 3},
 }
 
 

@@ -102,7 +102,9 @@ LAYER_NORMS = (
 )  # fmt: skip
 """The latter two where what attention and the feed-forward part add is normed."""
 ROUTER = "mlp.gate"
-MAX_LAYERS, MAX_EXPERTS = 10_000, 1024
+MAX_LAYERS, MAX_EXPERTS, MAX_HEAD_DIM = 10_000, 1024, 1024
+MAX_SIZE, MAX_NUMBER = 2**31 - 1, 1e30
+"""Of any setting: larger ones overflow where they are computed with."""
 SINKS = "self_attn.sinks"
 GELU_TANH, CLAMPED_SWIGLU = "gelu_pytorch_tanh", "clamped_swiglu"
 SWIGLU_LIMIT, SWIGLU_ALPHA = 7.0, 1.702
@@ -369,6 +371,7 @@ def _parse(config: Mapping[str, Any]) -> DecoderConfig:
     head_dim = hidden // heads if implicit else _positive(config, "head_dim")
     kv_heads = _positive(config, "num_key_value_heads")
     _require(heads % kv_heads == 0 and head_dim % 2 == 0, "sizes that don't fit each other")
+    _require(head_dim <= MAX_HEAD_DIM, "heads of more than 1024 numbers")
     max_position, num_layers = _positive(config, "max_position_embeddings"), _positive(config, "num_hidden_layers")
     _require(num_layers <= MAX_LAYERS, "more layers than weights")
     experts = _experts(family, config) if family.experts else None
@@ -405,7 +408,9 @@ def _parse(config: Mapping[str, Any]) -> DecoderConfig:
 def _windows(family: Family, config: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
     counts = not family.optional_window or config.get("use_sliding_window")
     window: Any = config.get("sliding_window") if counts else None
-    kinds = config.get("layer_types")
+    kinds: Any = config.get("layer_types")
+    names = isinstance(kinds, list) and all(isinstance(kind, str) for kind in kinds)
+    _require(kinds is None or names, "an unknown kind of attention")
     if not window and set(kinds or ()) <= {FULL_ATTENTION}:
         return ()
     _require(type(window) is int and window > 0 and family.full_layers is not None, "a window of attention")
@@ -414,8 +419,7 @@ def _windows(family: Family, config: Mapping[str, Any], num_layers: int) -> tupl
         _require(type(pattern) is int, "an unknown kind of attention")
         full = [pattern > 0 and (layer + 1) % pattern == 0 for layer in range(num_layers)]
         kinds = [FULL_ATTENTION if is_full else WINDOW_ATTENTION for is_full in full]
-    _require(isinstance(kinds, list) and len(kinds) == num_layers, "an unknown kind of attention")
-    _require(set(kinds) <= {FULL_ATTENTION, WINDOW_ATTENTION}, "an unknown kind of attention")
+    _require(len(kinds) == num_layers and set(kinds) <= {FULL_ATTENTION, WINDOW_ATTENTION}, "an unknown kind of attention")
     return tuple(window if kind == WINDOW_ATTENTION else 0 for kind in kinds)
 
 
@@ -467,7 +471,7 @@ def _frequencies(config: Mapping[str, Any], head_dim: int, max_position: int) ->
     _require(isinstance(rope, Mapping) and "partial_rotary_factor" not in config, "an unknown rotary embedding")
     _require("original_max_position_embeddings" not in config, "an unknown rotary embedding")
     kind = rope.get("rope_type", rope.get("type", "default"))
-    _require(kind in ROPE_KEYS, "angles that depend on the length")
+    _require(isinstance(kind, str) and kind in ROPE_KEYS, "angles that depend on the length")
     theta = rope.get("rope_theta", config.get("rope_theta", DEFAULT_THETA))
     needed, optional = ROPE_KEYS[kind]
     settings = {name: value for name, value in rope.items() if name not in ("rope_type", "type", "rope_theta")}
@@ -496,7 +500,7 @@ def _angles(kind: str, theta: float, head_dim: int, rope: Mapping[str, Any]) -> 
 
 def _positive(config: Mapping[str, Any], name: str) -> int:
     value = config.get(name)
-    if type(value) is not int or value <= 0:
+    if type(value) is not int or not 0 < value <= MAX_SIZE:
         raise UnsupportedModel(f"it has no setting {name}")
     return value
 
@@ -523,7 +527,8 @@ def _flag(config: Mapping[str, Any], name: str, default: bool = False) -> bool:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    """Whether it is a finite number, of a size that float32 has."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= MAX_NUMBER
 
 
 def _require(condition: bool, what: str) -> None:

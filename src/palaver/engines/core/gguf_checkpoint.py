@@ -136,8 +136,9 @@ def _settings(header: GGUFHeader) -> dict[str, Any]:
         _require(not settings.get("expert_count") and not settings.get("expert_used_count"), "it has experts")
     _require(settings.get("vocab_size", len(header.pieces)) == len(header.pieces), "it has another vocabulary")
     if header.architecture not in WINDOWED:
-        window = settings.get("attention.sliding_window") or math.inf
-        _require(window >= settings.get("context_length", 0), "it has a window of attention")
+        window, context = settings.get("attention.sliding_window") or math.inf, settings.get("context_length", 0)
+        numbers = isinstance(window, int | float) and isinstance(context, int)
+        _require(numbers and window >= context, "it has a window of attention")
     key_length = settings.get("attention.key_length")
     for name in ("attention.value_length", "rope.dimension_count"):
         _require(settings.get(name, _head_dim(settings)) == _head_dim(settings), "it has heads of several sizes")
@@ -217,7 +218,7 @@ def _gemma(architecture: str, settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def _rope_parameters(settings: Mapping[str, Any]) -> dict[str, Any]:
     kind = settings.get("rope.scaling.type", "linear" if "rope.scaling.factor" in settings else "none")
-    _require(kind in _ROPE, "it has an unknown rotary embedding")
+    _require(isinstance(kind, str) and kind in _ROPE, "it has an unknown rotary embedding")
     found = {name: settings[key] for key, name in _ROPE[kind].items() if key in settings}
     theta = {"rope_theta": settings["rope.freq_base"]} if "rope.freq_base" in settings else {}
     return {"rope_type": "default" if kind == "none" else kind, **found, **theta}
