@@ -283,6 +283,15 @@ def test_in_doubt_special_layers_are_left_to_llama_cpp(case: str, tmp_path: Path
         open_decoder(twins.write(**settings))
 
 
+def test_a_gemma_that_names_no_base_of_its_angles(tmp_path: Path) -> None:
+    """As in Ollama's files, which name it otherwise: llama.cpp's default is none of the model's."""
+    family, overrides = SPECIAL["gemma3"]
+    twins = Twins(tmp_path, family, **overrides)
+    metadata = {name: value for name, value in twins.metadata.items() if name != "gemma3.rope.freq_base"}
+    with pytest.raises(UnsupportedModel, match="rotary embedding"):
+        open_decoder(write_gguf(twins.path, metadata, decoder_tensors(twins.folder)))
+
+
 @pytest.mark.parametrize(("family", "layers"), [("gemma2", 46), ("gemma3", 62)])
 def test_scores_of_the_largest_gemma_have_another_scale(family: str, layers: int, tmp_path: Path) -> None:
     sizes = {"num_attention_heads": 2, "head_dim": 16, "num_hidden_layers": layers, "layer_types": None}

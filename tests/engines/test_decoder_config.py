@@ -122,6 +122,18 @@ SPECIAL: dict[str, tuple[str, dict[str, Any]]] = {
     "a cap below zero": ("gemma2", {"final_logit_softcapping": -30.0}),
     "a scale of no size": ("gemma3", {"query_pre_attn_scalar": 0}),
     "angles of one kind of layer": ("gemma3", {"rope_parameters": {"full_attention": {"rope_type": "default"}}}),
+    "angles of other layers alone": ("gemma3", {"rope_parameters": {"rope_type": "default", **THETA}}),
+    "no angles": ("gemma3", {"rope_parameters": None}),
+    "angles of no layer with a window": ("gemma3", {"rope_parameters": None, "rope_theta": 1e6}),
+    "angles of windows alone": ("gemma3", {"rope_parameters": None, "rope_local_base_freq": 1e4}),
+    "angles without bases": (
+        "gemma3",
+        {"rope_parameters": {f"{kind}_attention": {"rope_type": "default"} for kind in ("full", "sliding")}}
+        | {"rope_theta": 1e6, "rope_local_base_freq": 1e4},
+    ),
+    "angles that are a number": ("gemma3", {"rope_parameters": 1e6}),
+    "angles in two places": ("gemma3", {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}),
+    "no word about a cap of logits": ("gemma2", {"final_logit_softcapping": None}),
     "no norms of what layers add": ("gemma2", {"model_type": "gemma"}),
 }
 

@@ -143,6 +143,8 @@ class Family:
     activation: str = "silu"
     full_layers: int | None = None
     """Where `layer_types` is missing, one layer of so many has no window; 0 if all have one. None if no layer may."""
+    local_angles: bool = False
+    """Whether layers with a window have angles of their own. Their defaults differ from those of other families."""
     gemma: bool = False
     """Whether embeddings are scaled, scores by a setting of their own, weights of norms less 1, and what attention and
     the feed-forward part add is normed."""
@@ -163,12 +165,16 @@ FAMILIES = {
         activation=GELU_TANH,
         full_layers=2,
         gemma=True,
-        required=("head_dim", "sliding_window", "query_pre_attn_scalar", "attn_logit_softcapping"),
+        required=(
+            *("head_dim", "sliding_window", "query_pre_attn_scalar"),
+            *("attn_logit_softcapping", "final_logit_softcapping"),
+        ),
     ),
     "gemma3_text": Family(
         qk_norm=True,
         activation=GELU_TANH,
         full_layers=6,
+        local_angles=True,
         gemma=True,
         required=("head_dim", "sliding_window", "query_pre_attn_scalar"),
     ),
@@ -376,7 +382,7 @@ def _parse(config: Mapping[str, Any]) -> DecoderConfig:
     _require(num_layers <= MAX_LAYERS, "more layers than weights")
     experts = _experts(family, config) if family.experts else None
     expert_size = "intermediate_size" if family.gpt_oss else "moe_intermediate_size"
-    frequencies, local_frequencies = _all_frequencies(config, head_dim, max_position)
+    frequencies, local_frequencies = _all_frequencies(family, config, head_dim, max_position)
     return DecoderConfig(
         vocabulary_size=_positive(config, "vocab_size"),
         hidden_size=hidden,
@@ -447,23 +453,23 @@ def _biases(family: Family, config: Mapping[str, Any]) -> frozenset[str]:
 
 
 def _all_frequencies(
-    config: Mapping[str, Any], head_dim: int, max_position: int
+    family: Family, config: Mapping[str, Any], head_dim: int, max_position: int
 ) -> tuple[Frequencies, Frequencies | None]:
     """Those of all layers, or of those without a window and those with one."""
+    if not family.local_angles:
+        return _frequencies(config, head_dim, max_position), None
     by_layer = config.get("rope_parameters")
-    if isinstance(by_layer, Mapping) and FULL_ATTENTION in by_layer:
-        _require(by_layer.keys() == {FULL_ATTENTION, WINDOW_ATTENTION}, "an unknown rotary embedding")
-        rest = {name: value for name, value in config.items() if name not in ("rope_parameters", "rope_scaling")}
-        full, local = (
-            _frequencies({**rest, "rope_parameters": by_layer[kind]}, head_dim, max_position)
-            for kind in (FULL_ATTENTION, WINDOW_ATTENTION)
-        )
-        return full, local
-    found = _frequencies(config, head_dim, max_position)
-    if "rope_local_base_freq" not in config:
-        return found, None
-    theta = _positive_number(config, "rope_local_base_freq")
-    return found, Frequencies(default_frequencies(theta, head_dim), 1.0)
+    if by_layer is None:
+        _require({"rope_theta", "rope_local_base_freq"} <= config.keys(), "no base of its angles")
+        local = {"rope_theta": config["rope_local_base_freq"]}
+        return _frequencies(config, head_dim, max_position), _frequencies(local, head_dim, max_position)
+    kinds = (FULL_ATTENTION, WINDOW_ATTENTION)
+    _require(isinstance(by_layer, Mapping) and by_layer.keys() == set(kinds), "an unknown rotary embedding")
+    ropes = [by_layer[kind] for kind in kinds]
+    named = all(isinstance(rope, Mapping) and "rope_theta" in rope for rope in ropes)
+    _require(named and not config.get("rope_scaling"), "an unknown rotary embedding")
+    full, own = (_frequencies({**config, "rope_parameters": rope}, head_dim, max_position) for rope in ropes)
+    return full, own
 
 
 def _frequencies(config: Mapping[str, Any], head_dim: int, max_position: int) -> Frequencies:

@@ -14,7 +14,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from palaver.engines.core.checkpoint import Checkpoint, StoredTensor
-from palaver.engines.core.decoder_config import GELU_TANH, ROUTER, SINKS, layer_prefix
+from palaver.engines.core.decoder_config import (
+    FULL_ATTENTION,
+    GELU_TANH,
+    ROUTER,
+    SINKS,
+    WINDOW_ATTENTION,
+    layer_prefix,
+)
 from palaver.engines.core.runner import UnsupportedModel
 from palaver.errors import BrokenModel
 from palaver.gguf import GGUFHeader, Tensor, read_gguf
@@ -203,7 +210,10 @@ def _special(architecture: str, settings: Mapping[str, Any]) -> dict[str, Any]:
                 "sliding_window": settings.get("attention.sliding_window"),
                 "sliding_window_pattern": settings.get("attention.sliding_window_pattern", GEMMA3_PATTERN),
                 "final_logit_softcapping": settings.get("final_logit_softcapping") or None,
-                "rope_local_base_freq": local_theta,
+                "rope_parameters": {
+                    FULL_ATTENTION: _rope_parameters(settings),
+                    WINDOW_ATTENTION: {"rope_type": "default", "rope_theta": local_theta},
+                },
             }
     return {}
 
