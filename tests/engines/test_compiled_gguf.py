@@ -299,6 +299,19 @@ def test_scores_of_the_largest_gemma_have_another_scale(family: str, layers: int
     assert open_decoder(file)[1].scale == (64 / 2) ** -0.5
 
 
+@pytest.mark.parametrize("pattern", [0, 1, 3])
+def test_so_manieth_layers_have_no_window(pattern: int, tmp_path: Path) -> None:
+    """With 0, all have one."""
+    windows = [0 if pattern and layer % pattern == pattern - 1 else 24 for layer in range(7)]
+    kinds = ["sliding_attention" if window else "full_attention" for window in windows]
+    twins = Twins(tmp_path, "gemma3", num_hidden_layers=7, layer_types=kinds)
+    settings: dict[str, Any] = {"gemma3.attention.sliding_window_pattern": pattern}
+    file = twins.write(**settings)
+    assert open_decoder(file)[1].windows == tuple(windows)
+    expected = logits_of(decoder_of(twins.folder), [len(TEXT)])
+    assert np.array_equal(logits_of(decoder_of(file), [len(TEXT)]), expected)
+
+
 def test_biases_everywhere(tmp_path: Path) -> None:
     twins = Twins(tmp_path, "llama", attention_bias=True, mlp_bias=True)
     expected, found = (logits_of(decoder_of(model), [len(TEXT)]) for model in (twins.folder, twins.write()))

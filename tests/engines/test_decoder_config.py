@@ -118,6 +118,8 @@ SPECIAL: dict[str, tuple[str, dict[str, Any]]] = {
     "a window that is no number": ("gemma2", {"sliding_window": "large"}),
     "another kind of attention": ("gemma2", {"layer_types": ["sliding_attention", "chunked_attention"] * 2}),
     "kinds of fewer layers": ("gemma2", {"layer_types": ["sliding_attention", "full_attention"]}),
+    "kinds of attention that the library ignores": ("mistral", {"layer_types": ["full_attention"] * 3}),
+    "a pattern below zero": ("gemma3", {"layer_types": None, "sliding_window_pattern": -1}),
     "another gate": ("gemma2", {"hidden_activation": "gelu"}),
     "a cap below zero": ("gemma2", {"final_logit_softcapping": -30.0}),
     "a scale of no size": ("gemma3", {"query_pre_attn_scalar": 0}),
@@ -160,6 +162,21 @@ def test_gemmas_of_older_versions_are_read_as_the_library_reads_them(tmp_path: P
     assert found.local_frequencies is not None
     assert np.array_equal(found.local_frequencies.angles, expected.local_frequencies.angles)
     np.testing.assert_allclose(found.frequencies.angles, expected.frequencies.angles / 8, rtol=1e-6)
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma2"])
+def test_settings_that_only_gemma3_has(family: str, tmp_path: Path) -> None:
+    folder = edit(save(tmp_path, family), layer_types=None)
+    expected = read_decoder_config(open_checkpoint(folder))
+    found = read_decoder_config(open_checkpoint(edit(folder, sliding_window_pattern=3, rope_local_base_freq=5.0)))
+    assert found.windows == expected.windows
+    assert found.local_frequencies is None
+
+
+def test_settings_that_only_gemma_has(tmp_path: Path) -> None:
+    folder = edit(save(tmp_path, "llama"), attn_logit_softcapping=50.0, final_logit_softcapping=30.0)
+    config = read_decoder_config(open_checkpoint(folder))
+    assert (config.score_cap, config.logit_cap) == (0, 0)
 
 
 REFUSED: dict[str, dict[str, Any]] = {

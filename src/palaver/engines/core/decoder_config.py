@@ -142,12 +142,15 @@ class Family:
     """Settings whose defaults differ from family to family."""
     activation: str = "silu"
     full_layers: int | None = None
-    """Where `layer_types` is missing, one layer of so many has no window; 0 if all have one. None if no layer may."""
+    """Where `layer_types` is missing, one layer of so many has no window; 0 if always all have one. None if no layer
+    may."""
+    names_full_layers: bool = False
+    """Whether `sliding_window_pattern` may be another number of layers."""
     local_angles: bool = False
     """Whether layers with a window have angles of their own. Their defaults differ from those of other families."""
     gemma: bool = False
-    """Whether embeddings are scaled, scores by a setting of their own, weights of norms less 1, and what attention and
-    the feed-forward part add is normed."""
+    """Whether embeddings are scaled, scores by a setting of their own and both may have caps, weights of norms are less
+    1, and what attention and the feed-forward part add is normed."""
     experts: bool = False
     gpt_oss: bool = False
     """Whether attention has sinks, and gates are clamped."""
@@ -174,6 +177,7 @@ FAMILIES = {
         qk_norm=True,
         activation=GELU_TANH,
         full_layers=6,
+        names_full_layers=True,
         local_angles=True,
         gemma=True,
         required=("head_dim", "sliding_window", "query_pre_attn_scalar"),
@@ -402,8 +406,8 @@ def _parse(config: Mapping[str, Any]) -> DecoderConfig:
         local_frequencies=local_frequencies,
         activation=CLAMPED_SWIGLU if family.gpt_oss else family.activation,
         embedding_scale=math.sqrt(hidden) if family.gemma else 1.0,
-        score_cap=_cap(config, "attn_logit_softcapping"),
-        logit_cap=_cap(config, "final_logit_softcapping"),
+        score_cap=_cap(config, "attn_logit_softcapping") if family.gemma else 0.0,
+        logit_cap=_cap(config, "final_logit_softcapping") if family.gemma else 0.0,
         norms_results=family.gemma,
         norm_offset=1.0 if family.gemma else 0.0,
         sinks=family.gpt_oss,
@@ -420,12 +424,15 @@ def _windows(family: Family, config: Mapping[str, Any], num_layers: int) -> tupl
     if not window and set(kinds or ()) <= {FULL_ATTENTION}:
         return ()
     _require(type(window) is int and window > 0 and family.full_layers is not None, "a window of attention")
+    _require(kinds is None or family.full_layers != 0, "an unknown kind of attention")
     if kinds is None:
-        pattern: Any = config.get("sliding_window_pattern") or family.full_layers
-        _require(type(pattern) is int, "an unknown kind of attention")
+        named: Any = config.get("sliding_window_pattern") if family.names_full_layers else None
+        pattern: Any = family.full_layers if named is None else named
+        _require(type(pattern) is int and pattern >= 0, "an unknown kind of attention")
         full = [pattern > 0 and (layer + 1) % pattern == 0 for layer in range(num_layers)]
         kinds = [FULL_ATTENTION if is_full else WINDOW_ATTENTION for is_full in full]
-    _require(len(kinds) == num_layers and set(kinds) <= {FULL_ATTENTION, WINDOW_ATTENTION}, "an unknown kind of attention")
+    known = set(kinds) <= {FULL_ATTENTION, WINDOW_ATTENTION}
+    _require(known and len(kinds) == num_layers, "an unknown kind of attention")
     return tuple(window if kind == WINDOW_ATTENTION else 0 for kind in kinds)
 
 
