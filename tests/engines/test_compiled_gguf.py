@@ -312,6 +312,15 @@ def test_so_manieth_layers_have_no_window(pattern: int, tmp_path: Path) -> None:
     assert np.array_equal(logits_of(decoder_of(file), [len(TEXT)]), expected)
 
 
+@pytest.mark.parametrize("window", [300, (1 << 31) + 5, (1 << 32) - 1])
+def test_windows_of_the_whole_text(window: int, tmp_path: Path) -> None:
+    twins = Twins(tmp_path, "gpt_oss", intermediate_size=128, sliding_window=300)
+    expected = logits_of(decoder_of(twins.write()), [len(TEXT)])
+    settings: dict[str, Any] = {"gpt-oss.attention.sliding_window": window}
+    file = twins.write(**settings)
+    assert np.array_equal(logits_of(decoder_of(file), [len(TEXT)]), expected)
+
+
 def test_biases_everywhere(tmp_path: Path) -> None:
     twins = Twins(tmp_path, "llama", attention_bias=True, mlp_bias=True)
     expected, found = (logits_of(decoder_of(model), [len(TEXT)]) for model in (twins.folder, twins.write()))

@@ -49,6 +49,7 @@ _ACTIVATIONS = {"silu": 0, GELU_TANH: 1, CLAMPED_SWIGLU: 2}
 """The numbers of activations, as in step.c."""
 QKV_PARTS = 3
 NO_WINDOW = 1 << 30
+"""So many keys are all; with more, step.c's integers of 32 bits would overflow."""
 PACKED_OUTPUTS = 16 * PANEL
 """Outputs of a matrix that one call packs."""
 LOAD = Path("/proc/loadavg")
@@ -320,7 +321,7 @@ class CompiledDecoder:
             gate_up_proj=(_Matrix * 2)(self._matrix(layer.gate, packer), self._matrix(layer.up, packer)),
             down_proj=self._matrix(layer.down, packer),
             sinks=None if layer.sinks is None else self._pointer(layer.sinks),
-            window=layer.window or NO_WINDOW,
+            window=min(layer.window or NO_WINDOW, NO_WINDOW),
             rotary=layer.rotary,
         )
 
