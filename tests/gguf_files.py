@@ -221,6 +221,7 @@ def _rope_settings(rope: Mapping[str, Any]) -> dict[str, Any]:
         case "yarn":
             length = rope["original_max_position_embeddings"]
             scaling = {"type": "yarn", "factor": float(rope["factor"]), "original_context_length": length}
+            scaling |= {f"yarn_{name}": float(rope[name]) for name in ("beta_fast", "beta_slow") if name in rope}
             return _prefixed("rope.scaling", scaling)
         case _:
             return {}

@@ -188,7 +188,7 @@ def test_sizes_that_fill_no_panel(family: str, kind: str, tmp_path: Path) -> Non
         assert np.array_equal(logits_of(decoder, chunks, 2)[-1], expected[-1])
 
 
-@pytest.mark.parametrize("rope", ["default", "linear", "yarn"])
+@pytest.mark.parametrize("rope", ["default", "linear", "yarn", "yarn with turns"])
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
 def test_bits_are_those_of_the_folder(family: str, rope: str, tmp_path: Path) -> None:
     """Which `test_compiled.py` compares with transformers: the same weights and settings were read."""

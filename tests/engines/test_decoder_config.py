@@ -34,6 +34,10 @@ ROPES: dict[str, dict[str, Any]] = {
         | {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 128}
     },
     "yarn": {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, **THETA}},
+    "yarn with turns": {
+        "rope_parameters": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 256, **THETA}
+        | {"beta_fast": 8.0, "beta_slow": 0.5}
+    },
     "yarn with options": {
         "rope_parameters": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64, **THETA}
         | {"beta_fast": 16.0, "beta_slow": 2.0, "mscale": 0.7, "mscale_all_dim": 0.9, "truncate": False}

@@ -56,6 +56,8 @@ _ROPE = {
     "yarn": {
         "rope.scaling.factor": "factor",
         "rope.scaling.original_context_length": "original_max_position_embeddings",
+        "rope.scaling.yarn_beta_fast": "beta_fast",
+        "rope.scaling.yarn_beta_slow": "beta_slow",
     },
 }
 """The kinds of scaled rotary embeddings: their settings, and the names of these in config.json."""
