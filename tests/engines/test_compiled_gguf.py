@@ -262,6 +262,7 @@ def test_special_layers_with_quantised_weights(name: str, kind: Kinds, tmp_path:
 SPECIAL_REFUSED: dict[str, tuple[str, Mapping[str, Any]]] = {
     "no number of experts": ("experts", {"qwen3moe.expert_count": 0}),
     "shared experts": ("experts", {"qwen3moe.expert_shared_count": 1}),
+    "shared experts of a size": ("experts", {"qwen3moe.expert_shared_feed_forward_length": 64}),
     "another weight of experts": ("experts", {"qwen3moe.expert_weights_scale": 2.5}),
     "no size of experts": ("experts", {"qwen3moe.expert_feed_forward_length": 0}),
     "no window": ("gemma3", {"gemma3.attention.sliding_window": "small"}),
@@ -444,6 +445,13 @@ def test_settings_without_effect(tmp_path: Path) -> None:
     }
     settings |= {"qwen3.vocab_size": tiny.SIZE, "qwen3.rope.dimension_count": 16, "general.quantized_by": "somebody"}
     open_decoder(Twins(tmp_path, "qwen3").write(**settings))
+
+
+def test_experts_beside_no_shared_ones(tmp_path: Path) -> None:
+    """As llama.cpp's converter writes files of Qwen3-Coder."""
+    family, overrides = SPECIAL["experts"]
+    settings: dict[str, Any] = {"qwen3moe.expert_shared_feed_forward_length": 0}
+    open_decoder(Twins(tmp_path, family, **overrides).write(**settings))
 
 
 Change = Callable[[dict[str, tuple[str, Array]]], object]

@@ -66,8 +66,9 @@ _KNOWN = frozenset({
     "attention.value_length", "attention.sliding_window", "expert_count", "expert_used_count", "rope.dimension_count",
     "rope.freq_base", "rope.scaling.type", "rope.scaling.finetuned", "vocab_size",
 })  # fmt: skip
+SHARED_EXPERTS = "expert_shared_feed_forward_length"
 _ALSO_KNOWN = {
-    "qwen3moe": {"expert_feed_forward_length"},
+    "qwen3moe": {"expert_feed_forward_length", SHARED_EXPERTS},
     "gpt-oss": {"expert_feed_forward_length"},
     "gemma2": {"attn_logit_softcapping", "final_logit_softcapping"},
     "gemma3": {"final_logit_softcapping", "attention.sliding_window_pattern", "rope.freq_base_swa"},
@@ -143,6 +144,7 @@ def _settings(header: GGUFHeader) -> dict[str, Any]:
     _require(not unknown, f"it has the unknown setting {unknown[0] if unknown else ''}")
     if header.architecture not in EXPERTS:
         _require(not settings.get("expert_count") and not settings.get("expert_used_count"), "it has experts")
+    _require(not settings.get(SHARED_EXPERTS), "it has shared experts")  # Qwen3-Coder's files say 0
     _require(settings.get("vocab_size", len(header.pieces)) == len(header.pieces), "it has another vocabulary")
     if header.architecture not in WINDOWED:
         window, context = settings.get("attention.sliding_window") or math.inf, settings.get("context_length", 0)
