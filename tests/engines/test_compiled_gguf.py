@@ -267,7 +267,7 @@ SPECIAL_REFUSED: dict[str, tuple[str, Mapping[str, Any]]] = {
     "no size of experts": ("experts", {"qwen3moe.expert_feed_forward_length": 0}),
     "no window": ("gemma3", {"gemma3.attention.sliding_window": "small"}),
     "another pattern": ("gemma3", {"gemma3.attention.sliding_window_pattern": [1, 0, 1]}),
-    "a picture encoder": ("gemma3", {"gemma3.mm.tokens_per_image": 256}),
+    "pictures of a model that sees none": ("gemma2", {"gemma2.mm.tokens_per_image": 256}),
     "no sinks": ("gpt-oss", {"general.architecture": "qwen3moe"}),
     "clamps of another number of layers": ("gpt-oss", {"gpt-oss.block_count": 2}),
     "a cap that is none": ("gemma2", {"gemma2.attn_logit_softcapping": "fifty"}),
@@ -445,6 +445,17 @@ def test_settings_without_effect(tmp_path: Path) -> None:
     }
     settings |= {"qwen3.vocab_size": tiny.SIZE, "qwen3.rope.dimension_count": 16, "general.quantized_by": "somebody"}
     open_decoder(Twins(tmp_path, "qwen3").write(**settings))
+
+
+def test_pictures_that_another_file_encodes(tmp_path: Path) -> None:
+    """As Google's own files of Gemma 3 say. Those of Ollama have the encoder's weights, too."""
+    family, overrides = SPECIAL["gemma3"]
+    settings: dict[str, Any] = {"gemma3.mm.tokens_per_image": 256, "gemma3.vision.block_count": 27}
+    twins = Twins(tmp_path, family, **overrides)
+    open_decoder(twins.write(**settings))
+    tensors = decoder_tensors(twins.folder) | {"mm.mm_soft_emb_norm.weight": ("f32", np.ones(64, np.float32))}
+    with pytest.raises(UnsupportedModel, match="mm_soft_emb_norm"):
+        open_decoder(write_gguf(twins.path, twins.metadata | settings, tensors))
 
 
 def test_experts_beside_no_shared_ones(tmp_path: Path) -> None:

@@ -74,6 +74,8 @@ _ALSO_KNOWN = {
     "gemma3": {"final_logit_softcapping", "attention.sliding_window_pattern", "rope.freq_base_swa"},
 }
 """The settings of some architectures alone."""
+_OF_PICTURES = {"gemma3": ("mm.", "vision.")}
+"""How those begin that describe the encoder of pictures, which is in another file."""
 GEMMA2_WINDOW, GEMMA2_SCORE_CAP, GEMMA2_LOGIT_CAP = 4096, 50.0, 30.0
 GEMMA3_PATTERN, GEMMA3_LOCAL_THETA = 6, 10_000.0
 """What llama.cpp takes where a file does not say it."""
@@ -140,7 +142,10 @@ def _settings(header: GGUFHeader) -> dict[str, Any]:
     _require(header.metadata.get("general.type", "model") == "model", "it is no model")
     prefix = f"{header.architecture}."
     settings = {key.removeprefix(prefix): value for key, value in header.metadata.items() if key.startswith(prefix)}
-    unknown = sorted(set(settings) - _KNOWN - _ALSO_KNOWN.get(header.architecture, set()))
+    known = _KNOWN | _ALSO_KNOWN.get(header.architecture, set())
+    unknown = sorted(
+        key for key in set(settings) - known if not key.startswith(_OF_PICTURES.get(header.architecture, ()))
+    )
     _require(not unknown, f"it has the unknown setting {unknown[0] if unknown else ''}")
     if header.architecture not in EXPERTS:
         _require(not settings.get("expert_count") and not settings.get("expert_used_count"), "it has experts")
