@@ -447,6 +447,16 @@ def test_settings_without_effect(tmp_path: Path) -> None:
     open_decoder(Twins(tmp_path, "qwen3").write(**settings))
 
 
+@pytest.mark.parametrize(("name", "other"), [("ffn_norm", "post_attention_norm"), ("attn_norm", "attn_norm")])
+def test_two_tensors_for_one_purpose(name: str, other: str, tmp_path: Path) -> None:
+    family, overrides = SPECIAL["gpt-oss"]
+    twins = Twins(tmp_path, family, **overrides)
+    tensors = decoder_tensors(twins.folder)
+    tensors[f"blk.00.{name}.weight" if name == other else f"blk.0.{name}.weight"] = tensors[f"blk.0.{other}.weight"]
+    with pytest.raises(UnsupportedModel, match="two tensors"):
+        open_decoder(write_gguf(twins.path, twins.metadata, tensors))
+
+
 def test_pictures_that_another_file_encodes(tmp_path: Path) -> None:
     """As Google's own files of Gemma 3 say. Those of Ollama have the encoder's weights, too."""
     family, overrides = SPECIAL["gemma3"]

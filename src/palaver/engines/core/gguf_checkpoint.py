@@ -124,6 +124,7 @@ def open_gguf_checkpoint(file: Path) -> Checkpoint:
     config = _config(header, settings, names)
     layer_names = _OTHER_LAYER_NAMES.get(header.architecture, _LAYER_NAMES)
     tensors = {_name(tensor.name, layer_names): _stored(header, settings, tensor) for tensor in header.tensors}
+    _require(len(tensors) == len(header.tensors), "it has two tensors for one purpose")
     factors = tensors.pop(ROPE_FACTORS, None)
     return Checkpoint(
         name=header.name,
