@@ -21,11 +21,12 @@ from palaver.chat import engine_choice
 from palaver.chat.engine_choice import COMPILED, LoadOptions, check_engine_options, make_spec, pick_engine
 from palaver.engines import loader
 from palaver.engines.base import BY_TEXT
-from palaver.engines.compiled import build
+from palaver.engines.compiled import build, weights
 from palaver.engines.compiled import engine as compiled_engine
 from palaver.engines.compiled.build import load_compiled_library
 from palaver.engines.compiled.decoder import CompiledDecoder, RowChunk, Rows
 from palaver.engines.compiled.engine import load, load_decoder, open_decoder
+from palaver.engines.compiled.weights import FLOAT_ARRAYS, held_bytes
 from palaver.engines.core.kv_cache import HostArray, SlotAllocator
 from palaver.engines.core.options import EngineOptions
 from palaver.engines.core.runner import UnsupportedModel
@@ -320,6 +321,19 @@ def test_windows_of_the_whole_text(window: int, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"gpt-oss.attention.sliding_window": window}
     file = twins.write(**settings)
     assert np.array_equal(logits_of(decoder_of(file), [len(TEXT)]), expected)
+
+
+@pytest.mark.parametrize("kind", [*QUANTISED, "f16", "bf16"])
+def test_the_estimate_counts_weights_as_they_are_held(kind: str, tmp_path: Path) -> None:
+    library = load_compiled_library().functions
+    library.palaver_packed_bytes.restype = ctypes.c_int64
+    library.palaver_packed_bytes.argtypes = (ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
+    checkpoint, _ = open_decoder(Twins(tmp_path, "qwen3", **WHOLE).write(kind))
+    tensor = checkpoint.tensors["model.layers.1.mlp.up_proj.weight"]
+    number = [*FLOAT_ARRAYS, *weights.QUANTISED].index(tensor.dtype)
+    assert held_bytes(tensor) == library.palaver_packed_bytes(number, *tensor.shape)
+    held = sum(map(held_bytes, checkpoint.tensors.values()))
+    assert compiled_engine.compiled_fit(checkpoint).weights_bytes == held
 
 
 def test_biases_everywhere(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from palaver.engines.base import BY_TEXT, COMPILED, COMPILED_RUNNER, EXACTNESS_L
 from palaver.engines.compiled.build import Library, start_build
 from palaver.engines.compiled.decoder import TABLE_VERSION, CompiledDecoder, CompiledRunner, DecoderSizes, RotaryTable
 from palaver.engines.compiled.draft_model import CompiledDraftModel
-from palaver.engines.compiled.weights import QUANTISED, read_weights
+from palaver.engines.compiled.weights import QUANTISED, held_bytes, read_weights
 from palaver.engines.core.checkpoint import Checkpoint, open_checkpoint
 from palaver.engines.core.decoder_config import DecoderConfig, decoder_info, read_decoder_config
 from palaver.engines.core.engine import LocalEngine
@@ -95,8 +95,7 @@ def compiled_fingerprint(library: Library, dtype: str = DTYPE) -> Fingerprint:
 
 
 def compiled_fit(*checkpoints: Checkpoint) -> Fit:
-    """Weights take as much memory as in the files."""
-    weights = sum(tensor.nbytes for checkpoint in checkpoints for tensor in checkpoint.tensors.values())
+    weights = sum(held_bytes(tensor) for checkpoint in checkpoints for tensor in checkpoint.tensors.values())
     return Fit.of(weights, available_bytes(), DEVICE)
 
 

@@ -28,6 +28,8 @@ FLOAT_ARRAYS: dict[str, type[np.generic]] = {"F32": np.float32, "BF16": np.uint1
 """How numpy holds each type of floats: it has no bfloat16."""
 QUANTISED = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "MXFP4")
 """The other types of weights, as GGUF files have them."""
+_PANEL_BYTES = {"Q4_K": 148, "Q5_K": 180, "MXFP4": 22}
+"""Of a block in memory, where it is larger than in a file."""
 _BLOCKS = {kind.name: kind for kind in TENSOR_TYPES.values()}
 
 
@@ -130,6 +132,13 @@ def read_weights(checkpoint: Checkpoint, config: DecoderConfig) -> DecoderWeight
         norm=reader.norm("model.norm"),
         lm_head=Projection(embedding if config.tied else reader.weight("lm_head")),
     )
+
+
+def held_bytes(tensor: StoredTensor) -> int:
+    """How much memory its weights take, but for what fills up the last panel."""
+    if tensor.dtype not in _PANEL_BYTES:
+        return tensor.nbytes
+    return tensor.nbytes // _BLOCKS[tensor.dtype].nbytes * _PANEL_BYTES[tensor.dtype]
 
 
 class _TensorReader:
