@@ -313,6 +313,28 @@ async def test_several_replies_of_experts_share_passes(tmp_path: Path) -> None:
     assert all(reference(model, prompt, short).agrees(out.ids) for prompt, out in zip(prompts, outs, strict=True))
 
 
+def test_of_experts_with_equal_scores_the_first_are_chosen(tmp_path: Path) -> None:
+    """Also where scores are no numbers."""
+    for case, score in (("equal", 1.0), ("none", float("nan"))):
+        folder = tiny.make("qwen3_moe", tmp_path / case, **EXPERTS)
+        path = folder / "model.safetensors"
+        tensors = load_file(path)
+        for name, tensor in tensors.items():
+            if name.endswith("mlp.gate.weight"):
+                tensor.fill_(score)
+        rows = []
+        for spoils in (False, True):
+            for name, tensor in tensors.items():
+                if spoils and (".experts.2." in name or ".experts.3." in name):
+                    tensor.fill_(1e9)
+            save_file(tensors, path, {"format": "pt"})
+            decoder = load_decoder(*open_decoder(folder), load_compiled_library(), 1)
+            slot = SlotAllocator(decoder.layout, 1 << 24).allocate(TOKENS)
+            rows.append(decoder.run(Rows([RowChunk(slot, 0, text(0))], need_logits=True), 1))
+        assert np.isfinite(rows[0]).all()
+        assert np.array_equal(rows[0], rows[1]), case
+
+
 def test_experts_of_sizes_it_is_not_written_for(folder_of: Callable[[str], Path]) -> None:
     with pytest.raises(UnsupportedModel, match="experts with sizes that are multiples of 64"):
         open_decoder(folder_of("qwen3_moe"))

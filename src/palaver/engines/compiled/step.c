@@ -422,25 +422,30 @@ ALWAYS int64_t padded(int64_t outputs) { return panel_count(outputs) * PANEL; }
 
 /* experts */
 
-/* Chooses the experts of some rows: those with the largest scores, the first ones of equals. */
+/* Chooses the experts of a row: those with the largest scores, the first ones of equals. */
+static void choose(const float *scores, int64_t num_experts, int64_t count, choice *chosen) {
+    int64_t held = 0;
+    for (int64_t e = 0; e < num_experts; e++) {
+        if (held == count && !(scores[e] > scores[chosen[count - 1].expert])) continue;
+        int64_t n = held < count ? held++ : count - 1;
+        for (; n && scores[e] > scores[chosen[n - 1].expert]; n--) chosen[n].expert = chosen[n - 1].expert;
+        chosen[n].expert = e;
+    }
+}
+
+/* What choosing costs for a row, as if so many floats were normed. */
+ALWAYS int64_t choosing_floats(const model *m) { return m->num_experts * m->experts_per_token; }
+
 static void choose_task(const void *context, int64_t task, int64_t thread) {
     const work *w = context;
     const model *m = &w->d->m;
-    int64_t rows = rows_of_task(m->num_experts), stop = at_most(w->count, (task + 1) * rows);
+    int64_t rows = rows_of_task(choosing_floats(m)), stop = at_most(w->count, (task + 1) * rows);
     (void)thread;
     for (int64_t r = task * rows; r < stop; r++) {
         const float *scores = w->d->scores + r * m->num_experts;
         choice *chosen = w->d->choices + r * m->experts_per_token;
         float total = 0;
-        for (int64_t n = 0; n < m->experts_per_token; n++) {
-            int64_t best = -1;
-            for (int64_t e = 0; e < m->num_experts; e++) {
-                int taken = 0;
-                for (int64_t k = 0; k < n; k++) taken |= chosen[k].expert == e;
-                if (!taken && (best < 0 || scores[e] > scores[best])) best = e;
-            }
-            chosen[n].expert = best;
-        }
+        choose(scores, m->num_experts, m->experts_per_token, chosen);
         const float most = scores[chosen->expert];
         for (int64_t n = 0; n < m->experts_per_token; n++) {
             chosen[n].weight = exponential(all(scores[chosen[n].expert] - most))[0];
@@ -535,7 +540,7 @@ static void compute_experts(work *w) {
     const layer *l = w->l;
     int64_t hidden = m->hidden_size, inner = padded(m->intermediate_size), rows = w->count;
     multiply(w, (rows_product){&l->router, 1, {d->normed, hidden, NULL}, d->scores, m->num_experts, 0});
-    share(w, row_tasks(rows, m->num_experts), choose_task);
+    share(w, row_tasks(rows, choosing_floats(m)), choose_task);
     w->count = place_rows(w);
     share(w, row_tasks(w->count, hidden), copy_task);
     begin_product(w, (rows_product){l->gate_up_proj, 2, {d->expert_inputs, hidden, NULL}, d->intermediate, inner, 0});
