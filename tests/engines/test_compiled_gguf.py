@@ -1,5 +1,5 @@
-"""Compiled steps run GGUF files of plain decoders: with the numbers that ggml says a block stands for, the logits of
-llama.cpp and of transformers, and bits that depend on the text alone. Other files are left to llama.cpp."""
+"""Compiled steps run GGUF files of the models that they know: with the numbers that ggml says a block stands for, the
+logits of llama.cpp and of transformers, and bits that depend on the text alone. Other files are left to llama.cpp."""
 
 from __future__ import annotations
 
@@ -269,8 +269,7 @@ SPECIAL_REFUSED: dict[str, tuple[str, Mapping[str, Any]]] = {
     "no window": ("gemma3", {"gemma3.attention.sliding_window": "small"}),
     "another pattern": ("gemma3", {"gemma3.attention.sliding_window_pattern": [1, 0, 1]}),
     "pictures of a model that sees none": ("gemma2", {"gemma2.mm.tokens_per_image": 256}),
-    "no sinks": ("gpt-oss", {"general.architecture": "qwen3moe"}),
-    "clamps of another number of layers": ("gpt-oss", {"gpt-oss.block_count": 2}),
+    "fewer layers than weights": ("gpt-oss", {"gpt-oss.block_count": 2}),
     "a cap that is none": ("gemma2", {"gemma2.attn_logit_softcapping": "fifty"}),
 }
 
@@ -480,6 +479,16 @@ def test_pictures_that_another_file_encodes(tmp_path: Path) -> None:
     tensors = decoder_tensors(twins.folder) | {"mm.mm_soft_emb_norm.weight": ("f32", np.ones(64, np.float32))}
     with pytest.raises(UnsupportedModel, match="mm_soft_emb_norm"):
         open_decoder(write_gguf(twins.path, twins.metadata | settings, tensors))
+
+
+@pytest.mark.parametrize("name", ["attn_sinks.weight", "ffn_gate_inp.bias", "ffn_down_exps.bias", "attn_output.bias"])
+def test_parts_that_gpt_oss_always_has(name: str, tmp_path: Path) -> None:
+    family, overrides = SPECIAL["gpt-oss"]
+    twins = Twins(tmp_path, family, **overrides)
+    tensors = decoder_tensors(twins.folder)
+    del tensors[f"blk.2.{name}"]
+    with pytest.raises(UnsupportedModel, match=r"layers\.2\."):
+        open_decoder(write_gguf(twins.path, twins.metadata, tensors))
 
 
 def test_experts_beside_no_shared_ones(tmp_path: Path) -> None:
