@@ -1,5 +1,5 @@
-"""Loads a model's folder or GGUF file with compiled steps or torch. Plain decoders with compiled steps load without
-torch, transformers and llama.cpp. `chat/engine_choice.py` says which engine runs which model."""
+"""Loads a model's folder or GGUF file with compiled steps or torch. What compiled steps run loads without torch,
+transformers and llama.cpp. `chat/engine_choice.py` says which engine runs which model."""
 
 from __future__ import annotations
 

@@ -21,8 +21,8 @@ class EngineOptions:
     fused: bool = True
     """Whether a plain decoder is run by our own code, if that gives the model's own logits."""
     compiled: bool | None = None
-    """Whether a plain decoder on the CPU is run by code that is compiled on this machine. None: if possible; True:
-    raises CantCompile if it is not possible."""
+    """Whether a model on the CPU is run by code that is compiled on this machine. None: if possible; True: raises
+    CantCompile if it is not possible."""
     threads: int | None = None
     """CPU threads. None: by the size of the model, and all cores for a long prompt."""
     limits: SchedulerLimits | None = None
