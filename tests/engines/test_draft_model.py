@@ -100,9 +100,8 @@ async def test_replies_stay_the_same(family: str, folder_of: Callable[[str], Pat
         for number in range(6):
             await same(*case(number))
         await asyncio.gather(*(same(*case(number)) for number in range(6, 14)))
-        counts = drafting.statistics
-        assert counts.draft_tokens > 0
-        assert counts.accepted_tokens > counts.draft_tokens / 3 or family == "llama"
+        assert drafting.statistics.draft_tokens > 0
+        assert drafting.statistics.accepted_tokens > 0 or family == "llama"
 
 
 @needs_a_compiler
@@ -114,6 +113,7 @@ async def test_nothing_is_computed_twice(folder_of: Callable[[str], Path]) -> No
         drafter._decoder = counting = CountingDecoder(drafter._decoder)  # type: ignore[assignment]
         prompt = Prompt(tuple(random.Random(2).randrange(256) for _ in range(2 * CHUNK + 40)))
         first = await run(engine, prompt, GREEDY)
+        assert engine.statistics.accepted_tokens == engine.statistics.draft_tokens > 0, "greedy models agree"
         assert max(counting.passes) == CHUNK
         computed, counting.passes = sum(counting.passes), []
         assert len(prompt.context_ids) < computed < len(prompt.context_ids) + 3 * len(first.ids)
