@@ -653,7 +653,7 @@ class Drafts:
             embedding = model.get_input_embeddings().weight
             model.get_output_embeddings().weight[chain.to(embedding.device)] = embedding
         self.engines = [
-            model_engine(name, model, [b"x"] * self.size, EngineOptions(exact=True, speculate=drafts))
+            model_engine(name, model, [b"x"] * self.size, EngineOptions(exact=True, drafts=None if drafts else False))
             for drafts in (True, False)
         ]
         collect_seldom()  # as the engine's process does

@@ -4,13 +4,14 @@ python -m benchmarks.speculation                       tokens a second with draf
 python -m benchmarks.speculation --shape 0.6B          the same with random weights in the shape of Qwen3-0.6B
 python -m benchmarks.speculation --identical 1000      sampled replies with and without drafts, token for token
 python -m benchmarks.speculation --draft-model         Sprout drafts for the shape of Qwen3-0.6B; texts repeat nothing
+python -m benchmarks.speculation --llamacpp q4_k --shape 0.6B    a GGUF file by llama.cpp's library, with --drafts
 
-One stream, compiled steps, without a server; from the first token of a reply to its last, each reply with and without
-drafts in turn: processor time, which holds on a busy machine, and wall time. Both are of one engine, whose drafts are
-switched: two engines with the same weights differ by up to 8%, by where these lie in memory. Neither model can copy
-long texts by itself: where a reply edits a text of the prompt, the tokens of that text are made certain in the logits,
-as they are of a model that can. One kind has a grammar that allows these tokens alone, in place of that. A draft model
-is made to expect them, but for a share of others.
+One stream, compiled steps by default, without a server; from the first token of a reply to its last, each reply with
+and without drafts in turn: processor time, which holds on a busy machine, and wall time. Both are of one engine, whose
+drafts are switched: two engines with the same weights differ by up to 8%, by where these lie in memory. Neither model
+can copy long texts by itself: where a reply edits a text of the prompt, the tokens of that text are made certain in the
+logits, as they are of a model that can. One kind has a grammar that allows these tokens alone, in place of that. A
+draft model is made to expect them, but for a share of others.
 """
 
 from __future__ import annotations
@@ -141,17 +142,44 @@ class CopyingDecoder:
         return logits
 
 
+class CopyingContexts:
+    """The same for all contexts of llama.cpp."""
+
+    def __init__(self) -> None:
+        from palaver.engines.llamacpp.context import Context
+
+        self.written: dict[int, int] = {}
+        of_chunks, of_rows = Context.decode, Context.decode_rows
+
+        def decode(context: Context, chunks: Any, *options: Any, **named: Any) -> NDArray[np.float32]:
+            logits = of_chunks(context, chunks, *options, **named)
+            self._add(logits, [start + len(ids) - 1 for _, start, ids in chunks])
+            return logits
+
+        def decode_rows(context: Context, chunks: Any, logits: NDArray[np.float32]) -> None:
+            of_rows(context, chunks, logits)
+            self._add(logits, [start + place for _, start, ids in chunks for place in range(len(ids))])
+
+        Context.decode, Context.decode_rows = decode, decode_rows  # type: ignore[method-assign, assignment]
+
+    def _add(self, logits: NDArray[np.float32], positions: Sequence[int]) -> None:
+        for row, position in zip(logits, positions, strict=False):
+            if position + 1 in self.written:
+                row[self.written[position + 1]] += CERTAIN
+
+
 @dataclass(frozen=True, slots=True)
 class Bench:
     """An engine over a decoder that copies."""
 
     engine: LocalEngine
-    decoder: CopyingDecoder
+    decoder: CopyingDecoder | CopyingContexts
 
     @classmethod
     def of(cls, engine: LocalEngine) -> Self:
         runner = engine._runner
-        assert isinstance(runner, CompiledRunner)
+        if not isinstance(runner, CompiledRunner):
+            return cls(engine, CopyingContexts())
         decoder = CopyingDecoder(runner._decoder)
         runner._decoder = decoder  # type: ignore[assignment]
         return cls(engine, decoder)
@@ -230,7 +258,7 @@ async def compare_draft_model(folder: Path, rounds: int, max_tokens: int) -> Non
     model, chance = Model(bench.engine, load_format(SPROUT, TOKENIZER)), random.Random(1)
     runner: Any = bench.engine._runner
     drafter = runner.draft_model
-    drafter._decoder = expected = CopyingDecoder(drafter._decoder)
+    drafter._runner._decoder = expected = CopyingDecoder(drafter._runner._decoder)
     sampling = replace(STORED, max_tokens=max_tokens, temperature=0.6)
     texts = [token_id for token_id, piece in enumerate(TOKENIZER.vocabulary) if piece.isalpha()]
     for agreement in AGREEMENTS:
@@ -285,6 +313,7 @@ async def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--shape", choices=("sprout", "0.6B"), default="sprout")
     parser.add_argument("--draft-model", action="store_true", help="drafts of a model, not from the text")
+    parser.add_argument("--llamacpp", metavar="TYPE", help="by llama.cpp, with weights of this type, such as q4_k")
     parser.add_argument("--kind", type=int, help="only this kind of text, from 0 on")
     parser.add_argument("--max-tokens", type=int, default=700, help="of each reply")
     options = parser.parse_args()
@@ -293,7 +322,10 @@ async def main() -> int:
             await compare_draft_model(random_model(Path(folder), "0.6B"), options.rounds, min(200, options.max_tokens))
         return 0
     with tempfile.TemporaryDirectory() as folder:
-        benches = load_pair(SPROUT if options.shape == "sprout" else random_model(Path(folder), options.shape))
+        if options.llamacpp:
+            benches = [Bench.of(load_llamacpp(Path(folder), options.shape, options.llamacpp))]
+        else:
+            benches = load_pair(SPROUT if options.shape == "sprout" else random_model(Path(folder), options.shape))
     model = Model(benches[0].engine, load_format(SPROUT, TOKENIZER))
     try:
         if options.identical:
@@ -308,8 +340,20 @@ async def main() -> int:
 
 def load_pair(folder: Path) -> list[Bench]:
     """The engine with drafts and the one without."""
-    options = [EngineOptions(speculate=drafts) for drafts in (True, False)]
+    options = [EngineOptions(drafts=drafts) for drafts in (True, False)]
     return [Bench.of(load(folder, vocabulary=TOKENIZER.vocabulary, options=one)) for one in options]
+
+
+def load_llamacpp(folder: Path, shape: str, kind: str) -> LocalEngine:
+    from benchmarks.peers import gguf_file, prepare
+    from palaver.engines.llamacpp.engine import load as load_gguf
+    from palaver.formats.gguf_tokenizer import load_gguf_tokenizer
+    from palaver.gguf import read_gguf
+
+    prepare(folder, endless=False, shape=shape)
+    file = gguf_file(folder, kind)
+    vocabulary = load_gguf_tokenizer(read_gguf(file)).vocabulary
+    return load_gguf(file, vocabulary=tuple(vocabulary), options=EngineOptions(drafts=True, context=2048))
 
 
 def random_model(folder: Path, shape: str) -> Path:

@@ -204,7 +204,7 @@ def with_idle_cores(engine: LocalEngine, *counts: int | None) -> CountingDecoder
 async def test_prompts_get_idle_cores_and_single_tokens_do_not(
     idle: int | None, threads: int, folder_of: Callable[[str], Path]
 ) -> None:
-    engine = load_alone(folder_of("qwen3"), vocabulary=tiny.VOCABULARY, options=EngineOptions(speculate=False))
+    engine = load_alone(folder_of("qwen3"), vocabulary=tiny.VOCABULARY, options=EngineOptions(drafts=False))
     decoder = with_idle_cores(engine, idle)
     await run(engine, Prompt(tuple(b"A prompt of some tokens.")), GREEDY)
     await engine.close()

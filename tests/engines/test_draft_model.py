@@ -15,14 +15,16 @@ import pytest
 
 from palaver.chat.engine_choice import LoadOptions, check_engine_options
 from palaver.chat.model import check_draft_model
-from palaver.engines.compiled.decoder import Rows
-from palaver.engines.compiled.draft_model import CHUNK, CompiledDraftModel
+from palaver.engines.compiled.decoder import CompiledRunner, Rows
 from palaver.engines.compiled.engine import load
+from palaver.engines.core.draft_model import CHUNK, RunnerDraftModel
 from palaver.engines.core.engine import LocalEngine
 from palaver.engines.core.kv_cache import HostArray
 from palaver.engines.core.options import EngineOptions
+from palaver.engines.core.runner import ThreadCounts
 from palaver.engines.core.speculation import DraftLookup, ModelDrafts, PassCosts
-from palaver.engines.loader import load_engine, load_gguf
+from palaver.engines.loader import load_engine
+from palaver.engines.torch import load as load_torch
 from palaver.errors import BadParameter
 from palaver.formats.tokenizer import load_tokenizer
 from palaver.generation import Prompt
@@ -59,7 +61,7 @@ def cheap(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @asynccontextmanager
 async def engine_with(model: Path, draft_model: Path | None, **options: Any) -> AsyncIterator[LocalEngine]:
-    given = EngineOptions(draft_model=draft_model, speculate=draft_model is not None, **options)
+    given = EngineOptions(draft_model=draft_model, drafts=draft_model is not None, **options)
     engine = load(model, vocabulary=tiny.VOCABULARY, options=given)
     try:
         yield engine
@@ -67,10 +69,12 @@ async def engine_with(model: Path, draft_model: Path | None, **options: Any) -> 
         await engine.close()
 
 
-def drafter_of(engine: LocalEngine) -> CompiledDraftModel:
+def runner_of(engine: LocalEngine) -> CompiledRunner:
+    """The draft model's."""
     drafter = engine._runner.draft_model
-    assert isinstance(drafter, CompiledDraftModel)
-    return drafter
+    assert isinstance(drafter, RunnerDraftModel)
+    assert isinstance(drafter._runner, CompiledRunner)
+    return drafter._runner
 
 
 @needs_a_compiler
@@ -109,8 +113,8 @@ async def test_replies_stay_the_same(family: str, folder_of: Callable[[str], Pat
 async def test_nothing_is_computed_twice(folder_of: Callable[[str], Path]) -> None:
     """The draft model computes a prompt in chunks, and of the next turn only what is new."""
     async with engine_with(folder_of("qwen3"), folder_of("qwen3")) as engine:
-        drafter = drafter_of(engine)
-        drafter._decoder = counting = CountingDecoder(drafter._decoder)  # type: ignore[assignment]
+        runner = runner_of(engine)
+        runner._decoder = counting = CountingDecoder(runner._decoder)  # type: ignore[assignment]
         prompt = Prompt(tuple(random.Random(2).randrange(256) for _ in range(2 * CHUNK + 40)))
         first = await run(engine, prompt, GREEDY)
         assert engine.statistics.accepted_tokens == engine.statistics.draft_tokens > 0, "greedy models agree"
@@ -128,9 +132,8 @@ async def test_without_memory_it_goes_on_without_drafts(folder_of: Callable[[str
         engine_with(folder_of("qwen3"), None) as plain,
         engine_with(folder_of("qwen3"), folder_of("llama")) as engine,
     ):
-        drafter = drafter_of(engine)
-        small = CompiledDraftModel(drafter._decoder, 40_000, 512, drafter._threads, tiny.SIZE)
-        engine._runner.draft_model = small  # type: ignore[misc]
+        runner = CompiledRunner(runner_of(engine)._decoder, 40_000, 512, ThreadCounts(1, 1))
+        engine._runner.draft_model = small = RunnerDraftModel(runner, 512, tiny.SIZE, tiny.SIZE)
         prompt = Prompt(tuple(b"A text that is longer than the memory of the draft model. " * 5))
         assert (await run(engine, prompt, GREEDY)).steps == (await run(plain, prompt, GREEDY)).steps
         assert not small._texts
@@ -140,12 +143,12 @@ async def test_without_memory_it_goes_on_without_drafts(folder_of: Callable[[str
 @pytest.mark.usefixtures("cheap")
 async def test_deleted_conversations_are_forgotten(folder_of: Callable[[str], Path]) -> None:
     async with engine_with(folder_of("qwen3"), folder_of("qwen3")) as engine:
-        drafter = drafter_of(engine)
+        runner = runner_of(engine)
         await run(engine, Prompt(tuple(b"Hello there"), conversation="Ann"), GREEDY)
         await engine.forget("nobody")  # by then all that ended is cached
-        assert drafter._cache.statistics.kept_bytes > 0
+        assert runner._cache.statistics.kept_bytes > 0
         await engine.forget("Ann")
-        assert drafter._cache.statistics.kept_bytes == 0
+        assert runner._cache.statistics.kept_bytes == 0
 
 
 def test_drafts_of_a_model_are_as_long_as_pays() -> None:
@@ -178,13 +181,11 @@ def test_it_is_refused_where_it_can_not_be_used(tmp_path: Path, folder_of: Calla
         check_engine_options(resolve_model(str(SPROUT)), sprout)
     options = EngineOptions(draft_model=folder_of("gpt2"))
     with pytest.raises(BadParameter, match="needs compiled steps for both models"):
-        load_engine(folder_of("qwen3"), vocabulary=tiny.VOCABULARY, options=options)
-    with pytest.raises(BadParameter, match="needs compiled steps for both models"):
-        load_engine(folder_of("qwen3"), vocabulary=tiny.VOCABULARY, dtype="bfloat16", options=options)
-    broken = tmp_path / "model.gguf"
-    broken.write_bytes(b"GGUF")
-    with pytest.raises(BadParameter, match="needs compiled steps for both models"):
-        load_gguf(broken, vocabulary=tiny.VOCABULARY, options=options)
+        load_engine(folder_of("qwen3"), vocabulary=tiny.VOCABULARY, device="cpu", options=options)
+    for draft_model in ("gpt2", "qwen3"):
+        options = EngineOptions(draft_model=folder_of(draft_model))
+        with pytest.raises(BadParameter, match="needs CUDA kernels for both models"):
+            load_torch(folder_of("qwen3"), vocabulary=tiny.VOCABULARY, device="cpu", options=options)
 
 
 def test_its_tokens_must_be_those_of_the_model(tmp_path: Path) -> None:

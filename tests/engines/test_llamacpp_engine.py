@@ -201,7 +201,7 @@ async def test_contexts_of_sequences_are_opened_when_they_are_needed(
     engine = load(path, vocabulary=vocabulary, options=EngineOptions(threads=1, context=512, max_running=4))
 
     def count() -> int:
-        return sum(place is not None for place in engine._context._places)
+        return sum(place is not None for place in engine._loaded[0].context._places)
 
     assert count() == 1
     first = await run(engine, prompt_of("Hello."), GREEDY)

@@ -246,7 +246,7 @@ def free_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
 @contextmanager
 def engines(folder: Path, limits: SchedulerLimits | None = None) -> Iterator[tuple[LocalEngine, LocalEngine]]:
     options = EngineOptions(limits=limits, cache_bytes=1 << 22)
-    pair = [load(folder, vocabulary=tiny.VOCABULARY, options=replace(options, speculate=on)) for on in (True, False)]
+    pair = [load(folder, vocabulary=tiny.VOCABULARY, options=replace(options, drafts=on)) for on in (True, False)]
     try:
         yield pair[0], pair[1]
     finally:
@@ -450,7 +450,7 @@ def test_fifty_sampled_replies_of_sprout_are_those_without_drafts() -> None:
         (healed, replace(stored, temperature=1.2, top_k=0, dry_multiplier=0.8)),
         (replace(asked, answer_at=7), stored),
     ]
-    options = [EngineOptions(cache_bytes=1 << 24, speculate=on) for on in (True, False)]
+    options = [EngineOptions(cache_bytes=1 << 24, drafts=on) for on in (True, False)]
     pair = [load(SPROUT, vocabulary=tokenizer.vocabulary, options=one) for one in options]
     drafting, plain = pair
 

@@ -19,7 +19,9 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed: the runner of CUDA steps is not tested")
 
+from palaver.engines.core.draft_model import RunnerDraftModel
 from palaver.engines.core.rng import UniformStream
+from palaver.engines.core.speculation import DraftLookup, PassCosts
 from palaver.engines.torch import (
     EngineOptions,
     SchedulerLimits,
@@ -178,6 +180,40 @@ async def test_drafts_change_no_reply(folder_of: Callable[[str], Path]) -> None:
         assert bool(step.verified) is speculate
         await engine.close()
     assert found[0] == found[1]
+
+
+async def test_drafts_of_a_model_change_no_reply(
+    folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The draft model has steps of its own. It is the model itself, so it is right where tokens are the likeliest."""
+    monkeypatch.setattr(DraftLookup, "propose", lambda *_: ())
+    monkeypatch.setattr(PassCosts, "extra", lambda *_: 0.0)
+    monkeypatch.setattr(PassCosts, "drafting", lambda *_: 0.01)
+    options = EngineOptions(limits=SchedulerLimits(max_running=4), fused=True, compiled=False, run_ahead=True)
+    prompts = [Prompt(tuple(b"Tell me more")), Prompt(bytes_of(300)), Prompt(tuple(b"one, two"))]
+    settings = [Sampling(temperature=0, max_tokens=60), Sampling(temperature=0.6, seed=4, max_tokens=60)]
+    found = []
+    for drafts in (False, True):
+        engine, small = (load(folder_of("qwen3"), vocabulary=tiny.VOCABULARY, options=options) for _ in range(2))
+        step, drafting = replace_runner(engine, 16, 64, drafts), replace_runner(small, 16, 64)
+        if drafts:
+            engine._runner.draft_model = RunnerDraftModel(small._runner, 512, tiny.SIZE, tiny.SIZE)
+        alone = [await run(engine, prompt, settings[0]) for prompt in prompts]
+        if drafts:  # but for those behind a reply's end
+            assert engine.statistics.accepted_tokens > 0.75 * engine.statistics.draft_tokens > 50
+        alone += [await run(engine, prompt, settings[1]) for prompt in prompts]
+        both = [run(engine, prompt, sampling) for prompt in prompts[:2] for sampling in settings]
+        found.append([reply.ids for reply in (*alone, *await asyncio.gather(*both))])
+        assert bool(step.verified) is bool(drafting.mixed or drafting.prefilled) is drafts
+        if drafts:
+            assert not small._runner._slots, "what ended is released"  # type: ignore[attr-defined]
+        for one in (engine, small):
+            await one.close()
+    assert found[0] == found[1]
+
+
+def bytes_of(count: int) -> tuple[int, ...]:
+    return tuple(random.Random(5).randrange(256) for _ in range(count))
 
 
 async def test_cached_prompts_are_resumed(folder_of: Callable[[str], Path]) -> None:

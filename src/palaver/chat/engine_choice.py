@@ -97,6 +97,8 @@ class LoadOptions:
     """The projector of a GGUF model that sees or hears. None: the one beside the model's file, if there is one."""
     draft_model: Path | None = None
     """A smaller model with the same vocabulary, which drafts tokens: a folder or a GGUF file."""
+    drafts: bool | None = None
+    """Whether drafts of tokens are verified. None: where replies stay the same; True: also up to rounding."""
     states: Path | None = None
     """The folder in which llama.cpp's states of conversations outlive a restart. None: they don't."""
     approximate_cache: bool = False
@@ -195,7 +197,8 @@ def check_engine_options(model: ResolvedModel, loading: LoadOptions) -> str:
         ("--gpu-layers", loading.gpu_layers, (LLAMACPP,)),
         ("--threads", loading.threads, (TORCH, COMPILED, LLAMACPP, DIFFUSION)),
         ("--mmproj", loading.mmproj, (LLAMACPP,)),
-        ("--draft-model", loading.draft_model, (COMPILED, TORCH)),
+        ("--draft-model", loading.draft_model, (COMPILED, TORCH, LLAMACPP)),
+        ("--drafts", loading.drafts or None, (TORCH, COMPILED, LLAMACPP)),
         ("--approximate-cache", loading.approximate_cache or None, (DIFFUSION,)),
         ("--compile", loading.compiled, compiling if loading.compiled else (TORCH, VLLM, LLAMACPP)),
         ("--dtype", loading.dtype, (TORCH, MLX, DIFFUSION, VLLM)),
@@ -231,6 +234,7 @@ def make_spec(model: ResolvedModel, vocabulary: Vocabulary, loading: LoadOptions
         adapter=loading.adapter or model.adapter,
         mmproj=loading.mmproj or model.mmproj,
         draft_model=loading.draft_model,
+        drafts=loading.drafts,
         device=loading.device,
         dtype=loading.dtype,
         quantize_bits=model.quantize_bits,

@@ -89,8 +89,8 @@ def _describe_fit(model: ResolvedModel, engine: str, options: LoadOptions) -> st
         from palaver.engines.llamacpp.engine import fit
         from palaver.gguf import read_gguf
 
-        mmproj = options.mmproj or model.mmproj
-        return str(fit(read_gguf(model.gguf), None if mmproj is None else read_gguf(mmproj)))
+        used = (model.gguf, options.mmproj or model.mmproj, options.draft_model)
+        return str(fit(*(read_gguf(path) for path in used if path is not None)))
     from palaver.engines.loader import describe_fit
 
     compiled = False if engine == DIFFUSION else options.compiled

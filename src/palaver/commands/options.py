@@ -33,7 +33,7 @@ CACHE_PART = 8
 """With --memory and without --kv-cache-memory, the KV cache of each model is this part of the memory."""
 _MODEL_OPTIONS = (
     "template", "dtype", "compiled", "engine", "engine_python", "engine_key", "native_sampling", "gpu_layers",
-    "threads", "adapter", "mmproj", "draft_model", "approximate_cache",
+    "threads", "adapter", "mmproj", "draft_model", "drafts", "approximate_cache",
 )  # fmt: skip
 """Options that fit one kind of model."""
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*([smh]?)")
@@ -142,6 +142,7 @@ MmprojOption = Annotated[Path | None, typer.Option("--mmproj", metavar="FILE", h
 DraftModelOption = Annotated[
     Path | None, typer.Option("--draft-model", metavar="PATH", help=strings.DRAFT_MODEL, show_default=False)
 ]
+DraftsOption = Annotated[bool | None, typer.Option("--drafts/--no-drafts", help=strings.DRAFTS, show_default=False)]
 NoThinkingOption = Annotated[bool, typer.Option("--no-thinking", help=strings.NO_THINKING)]
 DataOption = Annotated[Path | None, typer.Option("--data", metavar="FOLDER", envvar="PALAVER_DATA", help=strings.DATA)]
 DatabaseOption = Annotated[
@@ -169,6 +170,7 @@ class EngineFlags:
     adapter: AdapterOption = None
     mmproj: MmprojOption = None
     draft_model: DraftModelOption = None
+    drafts: DraftsOption = None
     approximate_cache: ApproximateCacheOption = False
 
     def load_options(self, raw: bool = False) -> LoadOptions:
@@ -192,6 +194,7 @@ class EngineFlags:
             adapter=self.adapter,
             mmproj=self.mmproj,
             draft_model=self.draft_model,
+            drafts=self.drafts,
             approximate_cache=self.approximate_cache,
         )
 
@@ -212,6 +215,8 @@ class EngineFlags:
             "adapter": self.adapter,
             "mmproj": self.mmproj,
             "draft_model": self.draft_model,
+            "drafts": self.drafts,
+            "no_drafts": self.drafts is False,
             "approximate_cache": self.approximate_cache,
         }
 
@@ -241,7 +246,7 @@ def with_engine_flags(*names: str) -> Callable[[Callable[..., None]], Callable[.
 
 ALL_ENGINE_FLAGS = (
     "template", "device", "exact", "compiled", "cache_memory", "max_running", "engine", "engine_python",
-    "native_sampling", "gpu_layers", "threads", "adapter", "mmproj", "draft_model", "approximate_cache",
+    "native_sampling", "gpu_layers", "threads", "adapter", "mmproj", "draft_model", "drafts", "approximate_cache",
 )  # fmt: skip
 
 

@@ -86,6 +86,9 @@ MMPROJ = "The projector of a GGUF model that sees or hears. Default: an mmproj*.
 DRAFT_MODEL = (
     "A small model with the same vocabulary, which drafts tokens: its folder or GGUF file. Replies stay the same."
 )
+DRAFTS = (
+    "Verify drafts of tokens also where replies stay the same up to rounding only. Default: where they stay the same."
+)
 APPROXIMATE_CACHE = (
     "Diffusion models that see the whole text: compute the text before a block once a block. Faster; replies change."
 )

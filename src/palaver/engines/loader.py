@@ -41,8 +41,9 @@ def load_engine(
             return load_compiled(model, vocabulary=vocabulary, options=options, on_failure=on_failure)
         except (UnsupportedModel, ModelError) as error:
             refusal = str(error)
-    if options.draft_model is not None:
-        raise _no_draft_model(options.draft_model, refusal)
+    if options.draft_model is not None and (device == "cpu" or not has_accelerator()):
+        why = f"needs compiled steps for both models: {refusal}"
+        raise BadParameter("--draft-model", str(options.draft_model), why)
     with no_collections():
         from palaver.engines.torch import load as load_torch
 
@@ -78,8 +79,6 @@ def load_gguf(
         failure = CantCompile(str(error))
     except ModelError as error:
         failure = error
-    if options.draft_model is not None:
-        raise _no_draft_model(options.draft_model, str(failure))
     if options.compiled or not has_llamacpp():
         raise failure
     return None
@@ -109,10 +108,6 @@ def describe_gguf_fit(file: Path) -> str:
         return describe_compiled_fit(file)
     except UnsupportedModel as error:
         raise CantCompile(str(error)) from error
-
-
-def _no_draft_model(path: Path, why: str) -> BadParameter:
-    return BadParameter("--draft-model", str(path), f"needs compiled steps for both models: {why}")
 
 
 def _may_skip_torch(device: str | None, dtype: str | None, options: EngineOptions, adapter: Path | None) -> bool:

@@ -36,6 +36,7 @@ _OPTIONS: Mapping[str, type] = {
     "adapter": str,
     "mmproj": str,
     "draft_model": str,
+    "drafts": bool,
     "engine": str,
     "engine_python": str,
     "native_sampling": bool,

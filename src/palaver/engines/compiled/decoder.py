@@ -31,7 +31,7 @@ from palaver.engines.compiled.weights import (
 from palaver.engines.core.decoder_config import CLAMPED_SWIGLU, GELU_TANH, DecoderConfig, ExpertSizes, Frequencies
 from palaver.engines.core.kv_cache import HostArray, HostMemory, KVLayout, Slot, SlotPool, aligned_zeros
 from palaver.engines.core.request import SequenceState
-from palaver.engines.core.runner import DraftModel, SlotRunner, ThreadCounts, UnsupportedModel
+from palaver.engines.core.runner import SlotRunner, ThreadCounts, UnsupportedModel
 from palaver.engines.core.sampler import HostLogits
 from palaver.engines.machine import all_cores, usable_cores
 
@@ -416,10 +416,8 @@ class CompiledRunner(SlotRunner[HostArray]):
         context_length: int,
         threads: ThreadCounts,
         speculate: bool = True,
-        draft_model: DraftModel | None = None,
     ) -> None:
         super().__init__(decoder.layout, cache_bytes, context_length)
-        self.draft_model = draft_model
         if speculate:
             self.verify_drafts = self._verify_drafts
             self.drafts_after_prompts = True
@@ -430,18 +428,6 @@ class CompiledRunner(SlotRunner[HostArray]):
         """The rows of the last decode pass, which the next pass of the same sequences reuses."""
         self._draft_logits: HostArray | None = None
         """Those of the last draft, in memory that the next one reuses: new memory costs a page fault for each 4 KiB."""
-
-    def release(self, sequence: SequenceState) -> None:
-        try:
-            super().release(sequence)
-        finally:
-            if self.draft_model is not None:
-                self.draft_model.release(sequence)
-
-    def forget(self, conversation: str) -> None:
-        super().forget(conversation)
-        if self.draft_model is not None:
-            self.draft_model.forget(conversation)
 
     def _drop_decode_batch(self) -> None:
         self._decode_rows = None

@@ -9,14 +9,14 @@ from pathlib import Path
 from palaver.engines.base import BY_TEXT, COMPILED, COMPILED_RUNNER, EXACTNESS_LABELS, Fingerprint
 from palaver.engines.compiled.build import Library, start_build
 from palaver.engines.compiled.decoder import TABLE_VERSION, CompiledDecoder, CompiledRunner, DecoderSizes, RotaryTable
-from palaver.engines.compiled.draft_model import CompiledDraftModel
 from palaver.engines.compiled.weights import QUANTISED, held_bytes, read_weights
 from palaver.engines.core.checkpoint import Checkpoint, open_checkpoint
 from palaver.engines.core.decoder_config import DecoderConfig, decoder_info, read_decoder_config
+from palaver.engines.core.draft_model import RunnerDraftModel
 from palaver.engines.core.engine import LocalEngine
 from palaver.engines.core.gguf_checkpoint import open_gguf_checkpoint
 from palaver.engines.core.gguf_metadata import weights_type
-from palaver.engines.core.options import EngineOptions, Fit, host_cache_bytes
+from palaver.engines.core.options import EngineOptions, Fit, divide_cache, host_cache_bytes
 from palaver.engines.core.runner import SMALL_MODEL, ThreadCounts
 from palaver.engines.core.sampler import SAMPLER_VERSION
 from palaver.engines.core.scheduler import SchedulerLimits
@@ -53,16 +53,15 @@ def load(
         give_back_unused()
     cache_bytes, draft_model = host_cache_bytes(options), None
     if drafting is not None:
-        small_decoder = load_decoder(*drafting, library, threads.large_pass)
-        share = small_decoder.layout.bytes_per_token / (
-            small_decoder.layout.bytes_per_token + decoder.layout.bytes_per_token
+        draft_decoder = load_decoder(*drafting, library, threads.large_pass)
+        cache_bytes, draft_bytes = divide_cache(
+            cache_bytes, decoder.layout.bytes_per_token, draft_decoder.layout.bytes_per_token
         )
-        draft_bytes = int(share * cache_bytes)
-        cache_bytes -= draft_bytes
-        small_threads = ThreadCounts.choose(options.threads, _is_small(drafting[0]))
-        length, tokens = drafting[1].max_position, info.vocabulary_size
-        draft_model = CompiledDraftModel(small_decoder, draft_bytes, length, small_threads, tokens)
-    runner = CompiledRunner(decoder, cache_bytes, info.context_length, threads, options.speculate, draft_model)
+        length, draft_threads = drafting[1].max_position, ThreadCounts.choose(options.threads, _is_small(drafting[0]))
+        drafter = CompiledRunner(draft_decoder, draft_bytes, length, draft_threads, speculate=False)
+        draft_model = RunnerDraftModel(drafter, length, drafting[1].vocabulary_size, info.vocabulary_size)
+    runner = CompiledRunner(decoder, cache_bytes, info.context_length, threads, options.drafts is not False)
+    runner.draft_model = draft_model
     info = replace(info, reuse=runner.reuse, fingerprint=str(compiled_fingerprint(library, dtype)))
     return LocalEngine(info, vocabulary, runner, _limits(options, small), on_failure=on_failure)
 

@@ -11,11 +11,11 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Protocol
 
 from palaver.constraints import Constraint
-from palaver.engines.base import EngineInfo, EngineState, EngineStatus, check_capabilities
+from palaver.engines.base import BY_TEXT, EngineInfo, EngineState, EngineStatus, check_capabilities
 from palaver.engines.core.generation import (
     AnswerNowCommand,
     CancelCommand,
@@ -204,6 +204,8 @@ class LocalEngine:
         `thread_context` is entered in the engine's thread before any of its work; `on_failure` and `on_idle`: as in
         `Worker`."""
         self._media = media
+        if runner.verify_drafts is not None and info.exactness != BY_TEXT:
+            info = replace(info, steps=f"{info.steps}, drafts up to rounding")
         self._info = with_grammars(info if media is None else with_media(info, media))
         self._processors = ProcessorFactory(self._info, vocabulary)
         self._runner = runner

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from palaver.engines.core.runner import Runner
 from palaver.engines.core.scheduler import SchedulerLimits
 from palaver.errors import BadParameter, DoesNotFit
 from palaver.memory import available_bytes
@@ -33,8 +34,9 @@ class EngineOptions:
     """A context length shorter than the model's own."""
     run_ahead: bool | None = None
     """Whether the next pass starts before the host has read the tokens of the last one. None: on CUDA."""
-    speculate: bool = True
-    """Whether drafts from the text so far are verified, where that gives the same bits."""
+    drafts: bool | None = None
+    """Whether drafts are verified. None: where that gives the same bits; True: also where it gives the same up to
+    rounding."""
     draft_model: Path | None = None
     """The folder or GGUF file of a smaller model with the same vocabulary, whose drafts are verified, too."""
     search_tiles: bool = False
@@ -97,6 +99,19 @@ def host_cache_bytes(options: EngineOptions) -> int:
     free = available_bytes()
     check_cache_bytes(options, free, "cpu")
     return default_cache_bytes("cpu", free) if options.cache_bytes is None else options.cache_bytes
+
+
+def divide_cache(cache_bytes: int, token_bytes: int, draft_token_bytes: int) -> tuple[int, int]:
+    """The bounds on the KV caches of a model and of its draft model, which have as many tokens."""
+    draft_bytes = cache_bytes * draft_token_bytes // (token_bytes + draft_token_bytes)
+    return cache_bytes - draft_bytes, draft_bytes
+
+
+def check_drafts(options: EngineOptions, runner: Runner, steps: str) -> None:
+    """Raises BadParameter where drafts are asked for and can't be verified. `steps`: as of `EngineInfo`."""
+    if options.drafts and runner.verify_drafts is None:
+        exact = "in the exact mode" if options.exact else f"of this model by {steps}"
+        raise BadParameter("--drafts", "on", f"the tokens {exact} can't be verified several at a time")
 
 
 def check_cache_bytes(options: EngineOptions, free: int | None, device: str) -> None:

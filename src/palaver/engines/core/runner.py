@@ -123,6 +123,11 @@ class Runner(Protocol):
         ...
 
     @property
+    def uses_device(self) -> bool:
+        """Whether a device computes, while the calling thread waits for it or goes on."""
+        ...
+
+    @property
     def statistics(self) -> CacheStatistics: ...
 
     def check_capacity(self, sequence: SequenceState) -> None:
@@ -177,8 +182,8 @@ class Runner(Protocol):
         """Whether `verify_drafts` takes sequences with more than one pending token."""
         ...
 
-    @property
-    def draft_model(self) -> DraftModel | None: ...
+    draft_model: DraftModel | None
+    """Set where there is one, and `verify_drafts`."""
 
     def needs_recompute(self, sequence: SequenceState) -> bool:
         """Whether the whole sequence must be computed again, because it outgrew the frequencies it started with."""
@@ -210,6 +215,7 @@ class SlotRunner(ABC, Generic[A]):
 
     reuse = "to the token"
     supports_batching = True
+    uses_device = False
     max_replayed = 0
     mixed_tokens: MixedTokens | None = None
     run_ahead: RunAhead | None = None

@@ -108,6 +108,8 @@ class Scheduler:
     def forget(self, conversation: str) -> None:
         self._openings = ReplyOpenings()  # no conversation is noted there: replies show soon what they begin with
         self._runner.forget(conversation)
+        if self._runner.draft_model is not None:
+            self._runner.draft_model.forget(conversation)
 
     def drain(self) -> list[LocalGeneration]:
         """Drops all requests. Returns those that still need a final output."""
@@ -189,8 +191,8 @@ class Scheduler:
             self._pass_costs.record_plain(len(sequences), self._now() - began)
 
     def _now(self) -> float:
-        """Seconds, by which passes are compared: of this thread, or of all where a device computes meanwhile."""
-        return time.thread_time() if self._runner.run_ahead is None else time.perf_counter()
+        """Seconds, by which passes are compared: of this thread, or of all where a device computes."""
+        return time.perf_counter() if self._runner.uses_device else time.thread_time()
 
     def _restore(self) -> None:
         """Replays a bounded number of tokens of continued replies."""
@@ -325,10 +327,8 @@ class Scheduler:
         model, costs = self._runner.draft_model, self._pass_costs
         if model is None:
             return ()
-        lengths = [
-            0 if draft else one.model_drafts.length(_within_limit(one, most), costs, len(sequences))
-            for one, draft in zip(sequences, drafts, strict=True)
-        ]
+        lengths = self._model_lengths(sequences, most)
+        lengths = [0 if draft else length for draft, length in zip(drafts, lengths, strict=True)]
         if not any(lengths):
             return ()
         began = self._now()
@@ -366,6 +366,7 @@ class Scheduler:
         except Exception as error:
             as_engine_error(error)  # raises where the device is lost; else it is tried without drafts
             return None
+        self.draft_tokens += sum(map(len, drafts))  # before the replies may end
         first_rows = accumulate((1 + len(draft) for draft in drafts), initial=0)
         verified = [_Verified.of(*one, logits) for one in zip(sequences, drafts, first_rows, strict=False)]
         computed = [
@@ -386,8 +387,6 @@ class Scheduler:
             verified = [one for one, holds in zip(verified, held, strict=True) if holds]
             accepted += 1
         self._cache_prompts(computed)
-        self.draft_tokens += sum(map(len, drafts))
-        self.accepted_tokens += sum(count for _, count in ended)
         return _VerifiedPass(ended, first_sampled)
 
     def _propose(self, sequence: SequenceState, most: int) -> Sequence[int]:
@@ -420,6 +419,7 @@ class Scheduler:
         holds = runs and accepted < len(draft) and sequence.token_ids[-1] == draft[accepted]
         if holds:
             sequence.computed_tokens += 1
+            self.accepted_tokens += 1
         return holds
 
     def _record_drafts(
@@ -486,7 +486,14 @@ class Scheduler:
         most, costs = MAX_ROWS // len(sequences) - 1, self._pass_costs
         if self._runner.verify_drafts is None or most < 1 or not costs.knows_plain(len(sequences)):
             return False
-        return any(self._lookup(sequence).is_promising(most, costs, len(self._running)) for sequence in sequences)
+        if any(self._lookup(sequence).is_promising(most, costs, len(self._running)) for sequence in sequences):
+            return True
+        return self._runner.draft_model is not None and any(self._model_lengths(sequences, most))
+
+    def _model_lengths(self, sequences: Sequence[SequenceState], most: int) -> list[int]:
+        """How many tokens the draft model should draft for each of the sequences, which share a pass."""
+        costs, count = self._pass_costs, len(sequences)
+        return [one.model_drafts.length(_within_limit(one, most), costs, count) for one in sequences]
 
     def _decode_cached(self) -> None:
         """Samples the first tokens of cached prompts from their cached logits, without a pass."""
@@ -570,7 +577,7 @@ class Scheduler:
     def _preempt(self, sequence: SequenceState) -> None:
         """Moves a running sequence to the head of the queue. Its computed tokens are cached."""
         del self._running[sequence.generation]
-        _try_to_cache(partial(self._runner.release, sequence))
+        self._release(sequence)
         sequence.computed_tokens = 0
         self._waiting.requeue(sequence)
 
@@ -592,7 +599,12 @@ class Scheduler:
         """Caches what ended sequences computed, and frees their slots."""
         ended, self._ended = self._ended, []
         for sequence in ended:
-            _try_to_cache(partial(self._runner.release, sequence))
+            self._release(sequence)
+
+    def _release(self, sequence: SequenceState) -> None:
+        _try_to_cache(partial(self._runner.release, sequence))
+        if self._runner.draft_model is not None:
+            _try_to_cache(partial(self._runner.draft_model.release, sequence))
 
 
 def _try_to_cache(cache: Callable[[], None]) -> None:

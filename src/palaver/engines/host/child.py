@@ -208,6 +208,7 @@ def _engine_options(spec: EngineSpec) -> EngineOptions:
         gpu_layers=spec.gpu_layers,
         threads=spec.threads,
         draft_model=spec.draft_model,
+        drafts=spec.drafts,
         states=spec.states,
         approximate_cache=spec.approximate_cache,
         search_tiles=True,

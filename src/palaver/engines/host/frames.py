@@ -65,6 +65,7 @@ class EngineSpec:
     adapter: AnyPath | None = None
     mmproj: AnyPath | None = None
     draft_model: AnyPath | None = None
+    drafts: bool | None = None
     device: str | None = None
     dtype: str | None = None
     quantize_bits: int | None = None

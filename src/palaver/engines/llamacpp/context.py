@@ -120,6 +120,8 @@ class ContextSettings:
     flash_attention: bool | None = None
     """None: llama.cpp decides."""
     threads: int = 1
+    draft_rows: int = 0
+    """Tokens of one pass that may all have logits, to verify drafts."""
     prompt_threads: int = 1
     """Of passes with many tokens of a sequence, whose threads don't wait for each other for most of the time."""
 
@@ -169,7 +171,7 @@ class Context:
         params.n_ctx = -(-cells // CELLS_MULTIPLE) * CELLS_MULTIPLE
         params.n_batch = params.n_ubatch = settings.max_batch
         params.n_seq_max = sequences
-        params.n_outputs_max = sequences * ROW_GROUP
+        params.n_outputs_max = max(sequences * ROW_GROUP, settings.draft_rows)
         params.n_threads = params.n_threads_batch = settings.threads
         params.flash_attn_type = FLASH_ATTENTION[settings.flash_attention]
         params.type_k = params.type_v = F32 if settings.float32 else F16
@@ -230,6 +232,18 @@ class Context:
         this pass; the others are not returned. Raises NoRoom, Aborted or EngineError.
         """
         wanted = 0 if not need_logits else len(chunks) if outputs is None else outputs
+        place, ends = self._compute(chunks, wanted, output_group)
+        return self._read_logits(place, ends[:wanted], np.empty((wanted, self.vocabulary_size), np.float32))
+
+    def decode_rows(self, chunks: Sequence[tuple[int, int, Sequence[int]]], logits: Floats) -> None:
+        """As `decode`, but writes a row of logits for each token, at most `draft_rows`."""
+        place, _ = self._compute(chunks, len(chunks), MAX_BATCH)
+        self._read_logits(place, range(self._arrays.batch.n_tokens), logits)
+
+    def _compute(
+        self, chunks: Sequence[tuple[int, int, Sequence[int]]], wanted: int, output_group: int
+    ) -> tuple[_NativeContext, list[int]]:
+        """Returns the context of the pass, and the index of the last token of each chunk."""
         sequence = chunks[0][0]
         place, _ = self._locate(sequence)
         if self._shifts:
@@ -243,9 +257,12 @@ class Context:
         code = self._library.llama_decode(place.pointer, self._arrays.batch)
         if code:
             raise _decode_error(code)
-        logits = np.empty((wanted, self.vocabulary_size), np.float32)
+        return place, ends
+
+    def _read_logits(self, place: _NativeContext, indexes: Sequence[int], logits: Floats) -> Floats:
+        """Copies the rows of these tokens into `logits`."""
         address, size = logits.ctypes.data, logits.itemsize * self.vocabulary_size
-        for row, index in enumerate(ends[:wanted]):
+        for row, index in enumerate(indexes):
             source = self._library.llama_get_logits_ith(place.pointer, index)
             if not source:
                 raise EngineError("llama.cpp returned no logits.")

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from palaver.engines.base import (
     BY_BATCH,
@@ -20,13 +21,15 @@ from palaver.engines.base import (
     Fingerprint,
 )
 from palaver.engines.core import gguf_metadata
+from palaver.engines.core.draft_model import RunnerDraftModel
 from palaver.engines.core.engine import LocalEngine
 from palaver.engines.core.generation import CancelCommand, Command
 from palaver.engines.core.media import ProcessedMedia
-from palaver.engines.core.options import EngineOptions, Fit, host_cache_bytes
+from palaver.engines.core.options import EngineOptions, Fit, check_drafts, divide_cache, host_cache_bytes
 from palaver.engines.core.runner import SMALL_MODEL, ThreadCounts
 from palaver.engines.core.sampler import SAMPLER_VERSION
 from palaver.engines.core.scheduler import SchedulerLimits
+from palaver.engines.core.speculation import MAX_ROWS
 from palaver.engines.llamacpp import metadata
 from palaver.engines.llamacpp.context import (
     LONE_BATCH,
@@ -67,9 +70,9 @@ _GPU = 1
 """ggml's number for devices with memory of their own."""
 
 
-def fit(header: GGUFHeader, projector: GGUFHeader | None = None) -> Fit:
-    size = header.weights_bytes + (0 if projector is None else projector.weights_bytes)
-    return Fit.of(size, available_bytes(), "cpu")
+def fit(*headers: GGUFHeader) -> Fit:
+    """Of files that are loaded together."""
+    return Fit.of(sum(header.weights_bytes for header in headers), available_bytes(), "cpu")
 
 
 def load(
@@ -95,14 +98,23 @@ def load(
     header = read_gguf(file)
     gpu_layers = _gpu_layers(device, options, library)
     on_cpu = gpu_layers == 0 or _gpu_name(library) is None
+    draft_header = _read_draft_model(options)
     if on_cpu:  # the memory of a GPU is llama.cpp's concern
-        fit(header, None if mmproj is None else read_projector(mmproj)).check(header.name)
+        others = (None if mmproj is None else read_projector(mmproj), draft_header)
+        fit(header, *(one for one in others if one is not None)).check(header.name)
+    draft_options = options
+    if draft_header is not None:
+        sizes = [metadata.token_bytes(one, float32=False) for one in (header, draft_header)]
+        own, draft_bytes = divide_cache(host_cache_bytes(options), *sizes)
+        options, draft_options = (replace(options, cache_bytes=size) for size in (own, draft_bytes))
     model = LoadedModel(header.files, gpu_layers, report, library) if weights is None else weights
     plan = CachePlan.make(header, options)
     settings = plan.settings(header, options, on_cpu, mmproj is not None)
     context = Context(model, settings, adapter)
     truncates = probe_truncation(context)
     passes, exactness = _choose_passes(context, header, options.exact, on_cpu, truncates)
+    if settings.draft_rows:
+        exactness = BY_BATCH
     info = EngineInfo(
         model=header.name,
         context_length=plan.context_length,
@@ -123,9 +135,42 @@ def load(
     used = [*header.files, *(file for file in (adapter, mmproj) if file is not None)]
     files = None if options.states is None else _state_files(options.states, info, settings, used)
     runner = LlamaRunner(
-        context, passes, plan.limit_bytes, plan.host_bytes, plan.token_bytes, truncates, files, projector
+        context, passes, plan.limit_bytes, plan.host_bytes, plan.token_bytes, truncates, files, projector, not on_cpu
     )
-    return LlamaEngine(info, vocabulary, runner, _limits(header, plan, options), model, context, projector, on_failure)
+    check_drafts(options, runner, LLAMACPP_RUNNER)
+    loaded = [LoadedContext(model, context)]
+    if draft_header is not None:
+        drafter, drafts_with = _load_drafter(draft_header, draft_options, gpu_layers, on_cpu, library)
+        loaded.append(drafts_with)
+        length = gguf_metadata.context_length(draft_header)
+        runner.draft_model = RunnerDraftModel(drafter, length, drafts_with.model.vocabulary_size, info.vocabulary_size)
+    return LlamaEngine(info, vocabulary, runner, _limits(header, plan, options), loaded, projector, on_failure)
+
+
+def _read_draft_model(options: EngineOptions) -> GGUFHeader | None:
+    path = options.draft_model
+    if path is None:
+        return None
+    if not path.is_file():
+        raise BadParameter("--draft-model", str(path), "a GGUF file takes another GGUF file as draft model")
+    if not options.drafts or options.exact:
+        why = "llama.cpp verifies drafts up to rounding: this needs --drafts, without --exact"
+        raise BadParameter("--draft-model", str(path), why)
+    return read_gguf(path)
+
+
+def _load_drafter(
+    header: GGUFHeader, options: EngineOptions, gpu_layers: int | None, on_cpu: bool, library: LlamaLibrary
+) -> tuple[LlamaRunner, LoadedContext]:
+    """The runner of a draft model."""
+    model = LoadedModel(header.files, gpu_layers, library=library)
+    plan = CachePlan.make(header, options)
+    context = Context(model, plan.settings(header, replace(options, drafts=False), on_cpu))
+    if not probe_truncation(context):
+        raise BadParameter("--draft-model", str(options.draft_model), "its state can't be cut back to earlier tokens")
+    passes, _ = _choose_passes(context, header, False, on_cpu, True)
+    runner = LlamaRunner(context, passes, plan.limit_bytes, plan.host_bytes, plan.token_bytes, uses_device=not on_cpu)
+    return runner, LoadedContext(model, context)
 
 
 def start_loading(file: Path) -> Future[LoadedModel | None]:
@@ -155,6 +200,17 @@ def _load_weights(file: Path) -> LoadedModel | None:
         return None
 
 
+class LoadedContext(NamedTuple):
+    """Memory of llama.cpp."""
+
+    model: LoadedModel
+    context: Context
+
+    def close(self) -> None:
+        self.context.close()
+        self.model.close()
+
+
 class LlamaEngine(LocalEngine):
     """A local engine that frees llama.cpp's memory when it is closed."""
 
@@ -164,19 +220,18 @@ class LlamaEngine(LocalEngine):
         vocabulary: Vocabulary,
         runner: LlamaRunner,
         limits: SchedulerLimits,
-        model: LoadedModel,
-        context: Context,
+        loaded: Sequence[LoadedContext],
         projector: Projector | None = None,
         on_failure: Callable[[BaseException], None] | None = None,
     ) -> None:
+        """`loaded`: the model, and its draft model if there is one."""
         media = None if projector is None else projector.cache
         super().__init__(
             info, vocabulary, runner, limits, on_failure=on_failure, on_idle=runner.use_idle_time, media=media
         )
         self._projector = projector
         self._close_runner = runner.close
-        self._model = model
-        self._context = context
+        self._loaded = loaded
         self._interrupt = runner.interrupt
 
     def _post(self, command: Command) -> None:
@@ -194,13 +249,14 @@ class LlamaEngine(LocalEngine):
         return processed
 
     async def close(self) -> None:
-        self._context.abort()
+        for one in self._loaded:
+            one.context.abort()
         await super().close()
         await asyncio.to_thread(self._close_runner)
         if self._projector is not None:
             await asyncio.to_thread(self._projector.close)
-        await asyncio.to_thread(self._context.close)
-        await asyncio.to_thread(self._model.close)
+        for one in self._loaded:
+            await asyncio.to_thread(one.close)
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,6 +312,7 @@ class CachePlan:
             max_batch=LONE_BATCH if separate and not media else MAX_BATCH,
             float32=options.exact,
             flash_attention=False if options.exact or (own_cells and not rounded) else None,
+            draft_rows=MAX_ROWS if options.drafts and not options.exact else 0,
             threads=threads.small_pass,
             prompt_threads=threads.large_pass,
         )

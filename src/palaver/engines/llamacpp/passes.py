@@ -86,6 +86,17 @@ class SharedPasses:
         return np.concatenate(rows)[np.argsort(ordered)] if rows else _NO_ROWS
 
 
+def run_rows(context: Context, chunks: Sequence[Chunk], logits: Floats) -> None:
+    """Writes a row of logits for each token of the chunks, in their order. The tokens are few."""
+    if not context.settings.separate:
+        context.decode_rows([chunk[:3] for chunk in chunks], logits)
+        return
+    row = 0
+    for chunk in chunks:
+        context.decode_rows([chunk[:3]], logits[row : row + len(chunk.ids)])
+        row += len(chunk.ids)
+
+
 class LonePasses:
     """A pass for each chunk. A prompt is divided by its length alone.
 

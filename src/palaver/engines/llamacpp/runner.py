@@ -14,11 +14,11 @@ from palaver.engines.core.generation import LocalGeneration
 from palaver.engines.core.media import integer_keys
 from palaver.engines.core.prefix_cache import CacheStatistics
 from palaver.engines.core.request import SequenceState
-from palaver.engines.core.runner import PassInterrupted
+from palaver.engines.core.runner import DraftModel, PassInterrupted
 from palaver.engines.core.sampler import HostLogits, Logits
 from palaver.engines.llamacpp.context import Aborted, Context, EncodedPiece, Floats, NoRoom
 from palaver.engines.llamacpp.media import Projector
-from palaver.engines.llamacpp.passes import Chunk, Passes
+from palaver.engines.llamacpp.passes import Chunk, Passes, run_rows
 from palaver.engines.llamacpp.sequence_cache import CachedSequence, NoSlot, SequenceCache
 from palaver.engines.llamacpp.state_files import StateFiles
 from palaver.errors import CacheFull, EngineClosed
@@ -37,6 +37,7 @@ class LlamaRunner:
         truncates: bool = True,
         files: StateFiles | None = None,
         projector: Projector | None = None,
+        uses_device: bool = False,
     ) -> None:
         """`host_bytes`: the part of the limit for saved states. `token_bytes`: the cache of one token. `files`: where
         the states of conversations are stored; None: nowhere. `projector`: None if the model takes text only."""
@@ -44,9 +45,10 @@ class LlamaRunner:
         self.mixed_tokens = None
         self.run_ahead = None
         self.resume_cached = None
-        self.verify_drafts = None
+        self.verify_drafts = self._verify_drafts if context.settings.draft_rows and truncates else None
         self.drafts_after_prompts = False
-        self.draft_model = None
+        self.draft_model: DraftModel | None = None
+        self.uses_device = uses_device
         self.supports_batching = True
         self.prefills_last_token = passes.prefills_last_token
         self.max_replayed = passes.max_replayed
@@ -61,6 +63,9 @@ class LlamaRunner:
         self._pieces: dict[SequenceState, dict[int, EncodedPiece]] = {}
         """The media of each sequence that are not computed yet, by their places."""
         self._slots: dict[SequenceState, CachedSequence] = {}
+        self._drafted: set[SequenceState] = set()
+        """Sequences whose last pass computed a draft: the context still has the tokens that were not accepted."""
+        self._draft_logits: Floats | None = None
         self._in_pass: list[LocalGeneration] = []
         """The generations whose tokens are being computed."""
         self._lock = threading.Lock()
@@ -87,6 +92,7 @@ class LlamaRunner:
         return self._passes.max_chunk
 
     def allocate(self, sequence: SequenceState) -> None:
+        self._drop_rejected()
         space, tokens = sequence.space, sequence.integer_keys
         sequence.cached_logits = self._cache.find_logits(space, tokens)
         keys = tokens if sequence.cached_logits is not None else tokens[:-1]
@@ -112,6 +118,10 @@ class LlamaRunner:
             raise
 
     def run(self, sequences: Sequence[SequenceState], counts: Sequence[int], need_logits: bool = True) -> Logits:
+        self._drop_rejected()
+        for sequence in sequences:
+            if sequence.computed_tokens < len((slot := self._slots[sequence]).tokens):  # of a draft model
+                self._cache.cut(slot, sequence.computed_tokens)
         self._check_room(sequences, counts)
         ends = [sequence.computed_tokens + count for sequence, count in zip(sequences, counts, strict=True)]
         began = time.thread_time()
@@ -127,10 +137,46 @@ class LlamaRunner:
             self._start_pass([])
         self.forward_seconds += time.thread_time() - began
         for sequence, end in zip(sequences, ends, strict=True):
-            keys = integer_keys(sequence.prefix_keys[sequence.computed_tokens : end])
-            self._cache.advance(self._slots[sequence], keys)
-            sequence.computed_tokens = end
+            self._advance(sequence, end)
         return HostLogits(logits)
+
+    def _verify_drafts(self, sequences: Sequence[SequenceState], drafts: Sequence[Sequence[int]]) -> Logits:
+        """The logits are those of single tokens up to rounding."""
+        self._drop_rejected()
+        self._check_room(sequences, [1 + len(draft) for draft in drafts])
+        chunks = [
+            Chunk(self._slots[sequence].id, sequence.computed_tokens, [sequence.token_ids[-1], *draft])
+            for sequence, draft in zip(sequences, drafts, strict=True)
+        ]
+        if self._draft_logits is None:
+            settings = self._context.settings
+            self._draft_logits = np.empty((settings.draft_rows, self._context.vocabulary_size), np.float32)
+        logits = self._draft_logits[: sum(len(chunk.ids) for chunk in chunks)]
+        began = time.thread_time()
+        self._start_pass([sequence.generation for sequence in sequences])
+        try:
+            self._attempt(lambda: run_rows(self._context, chunks, logits), chunks)
+        finally:
+            self._start_pass([])
+        self.forward_seconds += time.thread_time() - began
+        for sequence in sequences:
+            self._advance(sequence, sequence.computed_tokens + 1)
+        self._drafted.update(sequences)
+        return HostLogits(logits)
+
+    def _drop_rejected(self) -> None:
+        """Takes over the accepted tokens of drafts, and removes the others."""
+        while self._drafted:
+            sequence = self._drafted.pop()
+            slot, end = self._slots[sequence], sequence.computed_tokens
+            self._cache.advance(slot, integer_keys(sequence.prefix_keys[len(slot.tokens) : end]))
+            self._cache.cut(slot, end)
+
+    def _advance(self, sequence: SequenceState, end: int) -> None:
+        """The tokens up to `end` were computed."""
+        keys = integer_keys(sequence.prefix_keys[sequence.computed_tokens : end])
+        self._cache.advance(self._slots[sequence], keys)
+        sequence.computed_tokens = end
 
     def _run_media(self, sequences: Sequence[SequenceState], ends: Sequence[int]) -> list[int]:
         """Computes the media of each sequence before its end, one piece after the other, and the text before them.
@@ -167,6 +213,8 @@ class LlamaRunner:
 
     def release(self, sequence: SequenceState) -> None:
         self._pieces.pop(sequence, None)
+        if sequence in self._slots:
+            self._drop_rejected()
         slot = self._slots.pop(sequence, None)
         if slot is not None:
             self._cache.release(slot, sequence.conversation)

@@ -152,6 +152,12 @@ class SequenceCache:
         """These tokens were computed in a running slot."""
         slot.tokens.extend(ids)
 
+    def cut(self, slot: CachedSequence, tokens: int) -> None:
+        """Removes all tokens of a running slot after the first `tokens`; also in the context, which may have more."""
+        cut = self._memory.truncate(slot.id, tokens)
+        assert cut, "only states that can be cut have drafts"
+        del slot.tokens[tokens:]
+
     def save_running(self, slot: CachedSequence, conversation: str) -> None:
         """Saves the state of a running slot that can't be cut back to its present tokens later."""
         if not self._truncates:

@@ -15,6 +15,7 @@ from palaver.engines.base import BY_BATCH, BY_CACHE, BY_TEXT
 from palaver.engines.core.media import integer_keys
 from palaver.engines.core.prefix_cache import CacheStatistics
 from palaver.engines.core.request import SequenceState
+from palaver.engines.core.runner import DraftModel
 from palaver.engines.core.sampler import HostLogits, Logits
 from palaver.engines.mlx.model import ALLOCATION_TOKENS, Floats, MergedStates, MLXModel, SequenceStates
 from palaver.engines.mlx.prefix_cache import CacheEntry, StateCache
@@ -115,7 +116,8 @@ class MLXRunner:
         self.resume_cached = None
         self.verify_drafts = None
         self.drafts_after_prompts = False
-        self.draft_model = None
+        self.draft_model: DraftModel | None = None
+        self.uses_device = True
         self.supports_batching = True
         self.forward_seconds = 0.0
         self._model = model

@@ -31,10 +31,11 @@ from palaver.engines.core.decoder_config import (
     layer_prefix,
     read_plain_config,
 )
+from palaver.engines.core.draft_model import RunnerDraftModel
 from palaver.engines.core.engine import LocalEngine
 from palaver.engines.core.kv_cache import SlotAllocator
 from palaver.engines.core.media import MediaCache
-from palaver.engines.core.options import EngineOptions, check_cache_bytes
+from palaver.engines.core.options import EngineOptions, check_cache_bytes, check_drafts, divide_cache
 from palaver.engines.core.quantization_config import Quantization, read_quantization
 from palaver.engines.core.runner import SMALL_MODEL, Runner, UnsupportedModel
 from palaver.engines.core.scheduler import SchedulerLimits
@@ -81,7 +82,7 @@ from palaver.engines.torch.plain_decoder import (
     transpose_weights,
 )
 from palaver.engines.torch.quantized_weights import QuantizedLinear, StoredWeight, read_weight
-from palaver.errors import BrokenModel, CantCompile, UnknownModel
+from palaver.errors import BadParameter, BrokenModel, CantCompile, UnknownModel
 from palaver.memory import give_back_unused
 from palaver.phases import Vocabulary
 
@@ -117,6 +118,7 @@ class TorchEngine(LocalEngine):
             encoders = f"torch-{torch.__version__}-{torch.backends.cpu.get_cpu_capability()}"
             fingerprint = replace(fingerprint, build=f"{fingerprint.build}-{encoders}")
         info = replace(info, fingerprint=str(fingerprint))
+        check_drafts(options, runner, info.steps)
         limits = _limits(options, torch.device(info.device), small)
         on_host = torch.device(info.device).type == "cpu"
         on_idle = runner.on_idle if isinstance(runner, TorchRunner) else None
@@ -208,6 +210,8 @@ def load(
     if adapter is None and quantize_bits is None and options.fused:
         with suppress(UnsupportedModel, BrokenModel):  # which the library's way explains
             return load_plain_model(model, vocabulary, torch_device, torch_dtype, options, on_failure)
+    if options.draft_model is not None:
+        raise _no_draft_model(options.draft_model)
     from palaver.engines.torch.library_engine import load_library_model
 
     return load_library_model(model, vocabulary, torch_device, torch_dtype, options, adapter, quantize_bits, on_failure)
@@ -257,16 +261,53 @@ def load_plain_model(
     threads = TorchThreads.choose(options.threads, small)
     with torch.inference_mode(), threads.applied():  # for a small model more threads only wait for each other
         parts = read_plain_decoder(checkpoint, config, device, dtype, info.context_length)
+        picker = _RunnerPicker(parts, config.vocabulary_size, options, threads)
+        draft_picker = None if options.draft_model is None else _open_draft_model(options, device, dtype, threads)
         check_cache_bytes(options, free_bytes(device), str(device))
         cache_limit = cache_bytes(device) if options.cache_bytes is None else options.cache_bytes
-        picker = _RunnerPicker(parts, config.vocabulary_size, options, threads)
+        draft_limit = 0
+        if draft_picker is not None:
+            cache_limit, draft_limit = divide_cache(cache_limit, picker.token_bytes, draft_picker.token_bytes)
         runner, steps, exactness = picker.pick(cache_limit, library)
+        if draft_picker is not None:
+            runner.draft_model = _draft_model(draft_picker, draft_limit, runner, options, config.vocabulary_size)
     info = replace(info, steps=steps, exactness=exactness)
     engine = TorchEngine(info, vocabulary, runner, options, threads, small, library, on_failure)
-    del parts, picker  # compiled steps hold a copy of the weights: then these can be freed
+    del parts, picker, draft_picker  # compiled steps hold a copy of the weights: then these can be freed
     if not small:
         give_back_unused()
     return engine
+
+
+def _open_draft_model(
+    options: EngineOptions, device: torch.device, dtype: torch.dtype, threads: TorchThreads
+) -> _RunnerPicker:
+    """Raises UnsupportedModel unless it is a plain decoder."""
+    assert options.draft_model is not None
+    checkpoint = open_checkpoint(options.draft_model)
+    config = read_plain_config(checkpoint, read_quantization(checkpoint.config))
+    check_fit(checkpoint, device, dtype, False, read_quantization(checkpoint.config))
+    parts = read_plain_decoder(checkpoint, config, device, dtype, config.max_position)
+    own = replace(options, exact=False, drafts=False, search_tiles=False)  # a draft may have any bits
+    return _RunnerPicker(parts, config.vocabulary_size, own, threads)
+
+
+def _draft_model(
+    picker: _RunnerPicker, cache_limit: int, runner: Runner, options: EngineOptions, shared_tokens: int
+) -> RunnerDraftModel:
+    """For a runner that verifies drafts by CUDA kernels. Raises BadParameter for others."""
+    assert options.draft_model is not None
+    if runner.verify_drafts is None:
+        raise _no_draft_model(options.draft_model)
+    drafter, steps, _ = picker.pick(cache_limit, None)
+    if steps != CUDA_KERNELS:
+        raise _no_draft_model(options.draft_model)
+    return RunnerDraftModel(drafter, picker.max_position, picker.vocabulary_size, shared_tokens)
+
+
+def _no_draft_model(path: Path) -> BadParameter:
+    why = "needs CUDA kernels for both models, and --exact or --drafts, or compiled steps for both"
+    return BadParameter("--draft-model", str(path), why)
 
 
 class _RunnerPicker:
@@ -278,8 +319,18 @@ class _RunnerPicker:
         self._parts = parts
         self._layout = TensorLayout(((shape, shape),) * len(parts.layers), memory)
         self._ids = probe_ids(vocabulary_size)
+        self.vocabulary_size = vocabulary_size
         self._options = options
         self._threads = threads
+
+    @property
+    def token_bytes(self) -> int:
+        """Of the cache of one token."""
+        return self._layout.bytes_per_token
+
+    @property
+    def max_position(self) -> int:
+        return self._parts.max_position
 
     def pick(self, cache_limit: int, library: Future[Library] | None) -> tuple[Runner, str, str]:
         """The runner, whose code computes its steps, and what the bits of a reply depend on."""
@@ -288,7 +339,7 @@ class _RunnerPicker:
         if library is not None:
             try:
                 compiled = compile_decoder(self._parts, library.result(), self._threads.large_pass)
-                speculate = self._options.speculate
+                speculate = self._options.drafts is not False
                 return (
                     CompiledRunner(compiled, cache_limit, context_length, self._threads, speculate),
                     COMPILED,

@@ -191,11 +191,11 @@ def pick_runner(
             forward, steps = probe.pick_forward(layout, context_length, options, library, threads)
             if isinstance(forward, CompiledDecoder) and media is not None and probe.rotations is not None:
                 media.free_decoder()
-                limits = (cache_bytes, context_length, threads, options.speculate)
+                limits = (cache_bytes, context_length, threads, options.drafts is not False)
                 return CompiledMediaRunner(forward, media, probe.rotations, *limits), COMPILED, BY_TEXT
             check_required(options, steps)
             if isinstance(forward, CompiledDecoder):
-                compiled = CompiledRunner(forward, cache_bytes, context_length, threads, options.speculate)
+                compiled = CompiledRunner(forward, cache_bytes, context_length, threads, options.drafts is not False)
                 return compiled, COMPILED, BY_TEXT
             if probe.step is not None:
                 read, computes = probe.step

@@ -182,6 +182,7 @@ class TorchRunner(SlotRunner[Tensor]):
         on_cuda = layout.device.type == "cuda"
         if exact is None and (on_cuda if run_ahead is None else run_ahead):
             self.run_ahead = self._run_ahead
+        self.uses_device = on_cuda or self.run_ahead is not None
         self._forward = forward
         self._device = layout.device
         self._sampler = DeviceSampler(layout.device, on_cuda or self.run_ahead is not None)
@@ -364,14 +365,14 @@ def pick_step_runner(
         parts = read()
         limits = options.limits or SchedulerLimits()
         max_rows = limits.max_running if options.max_running is None else options.max_running
-        step, exactness, verifies = build_step(parts, layout, forward, max_rows, options.exact, ids)
+        step, exactness, verifies = build_step(parts, layout, forward, max_rows, options.exact, ids, options.drafts)
     except Exception as error:
         _log.info("Decodes without CUDA kernels: %s", error)
         return None
     if options.exact and exactness != BY_TEXT:
         return None
     settings: dict[str, Any] = {"run_ahead": options.run_ahead, "media": media, "long_prompts": long_prompts}
-    settings["speculate"] = verifies and options.speculate
+    settings["speculate"] = verifies
     runner = StepRunner(step, forward, layout, cache_bytes, context_length, threads, **settings)
     if options.search_tiles:
         runner.on_idle = search_tiles(step).advance

@@ -18,6 +18,7 @@ from transformers import DynamicCache, PreTrainedModel
 from palaver.engines.base import BY_BATCH, BY_CACHE
 from palaver.engines.core.prefix_cache import CacheStatistics, ConversationRefs
 from palaver.engines.core.request import SequenceState
+from palaver.engines.core.runner import DraftModel
 from palaver.engines.core.sampler import Logits
 from palaver.engines.torch.device_sampler import DeviceSampler
 from palaver.engines.torch.media import MediaEncoder, SequenceMedia, inject_media
@@ -219,7 +220,8 @@ class SnapshotRunner:
         self.resume_cached = None
         self.verify_drafts = None
         self.drafts_after_prompts = False
-        self.draft_model = None
+        self.draft_model: DraftModel | None = None
+        self.uses_device = False
         self.supports_batching = False
         self.prefills_last_token = False
         self.max_replayed = 0

@@ -335,23 +335,30 @@ class StepRunner(TorchRunner):
 
 
 def build_step(
-    model: StepModel, layout: TensorLayout, decoder: Forward, max_rows: int, exact: bool, ids: Sequence[int]
+    model: StepModel,
+    layout: TensorLayout,
+    decoder: Forward,
+    max_rows: int,
+    exact: bool,
+    ids: Sequence[int],
+    drafts: bool | None = None,
 ) -> tuple[DecoderStep, str, bool]:
-    """The step of a model, what the bits of a reply depend on with it, and whether it verifies drafts.
+    """The step of a model, what the bits of a reply depend on with it, and whether it verifies drafts. `drafts`: as in
+    `EngineOptions`.
 
     Raises UnsupportedModel for models and devices that the kernels don't know, and where they don't give the decoder's
     logits."""
     model = with_known_tiles(model)
     newest = torch.cuda.get_device_capability(layout.device) >= (9, 0)
-    drafted_rows = MAX_ROWS if exact else 0
+    drafted_rows = MAX_ROWS if drafts or (exact and drafts is None) else 0
     step = DecoderStep(model, exact, CudaGraphCapture(layout.device), max(max_rows, drafted_rows), pdl=newest)
     text = [ids[i % len(ids)] for i in range(PROBE_TOKENS)]
     probe = StepProbe(step, layout, text)
     probe.compare(decoder)
     step.capture_all(drafted_rows)
     if exact and probe.depends_on_text_alone():
-        return step, BY_TEXT, probe.verifies_drafts()
-    return step, BY_BATCH, False
+        return step, BY_TEXT, bool(drafted_rows) and probe.verifies_drafts()
+    return step, BY_BATCH, bool(drafts) and not exact
 
 
 class StepProbe:

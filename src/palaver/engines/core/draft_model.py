@@ -1,0 +1,133 @@
+"""A small model that drafts the next tokens of a large one. It has a runner of its own, and with that a prefix cache. A
+draft is what it finds likeliest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from palaver.engines.core.generation import LocalGeneration
+from palaver.engines.core.logits_processor import LogitsProcessor
+from palaver.engines.core.reply_state import ReplyState
+from palaver.engines.core.request import SequenceState
+from palaver.engines.core.runner import HEADROOM, Runner
+from palaver.errors import CacheFull, PalaverError
+from palaver.generation import Prompt
+from palaver.sampling import Sampling
+
+CHUNK = 128
+"""Tokens of a prompt that it computes in a step: the replies that run wait for it."""
+GREEDY = Sampling(temperature=0)
+
+
+@dataclass(slots=True)
+class _Text:
+    """What the draft model has of a sequence."""
+
+    own: SequenceState
+    """For its runner: the tokens of the sequence, and behind them those that were drafted last."""
+    confirmed: int
+    """The first tokens that both are known to have."""
+
+    def follow(self, token_ids: Sequence[int]) -> None:
+        """Takes over the tokens of the sequence, and drops what it has gone on without."""
+        own, same = self.own, self.confirmed
+        while same < min(len(own.token_ids), len(token_ids)) and own.token_ids[same] == token_ids[same]:
+            same += 1
+        own.computed_tokens = min(own.computed_tokens, same, len(token_ids) - 1)
+        own.token_ids[same:] = token_ids[same:]
+        self.confirmed = len(token_ids)
+
+
+class RunnerDraftModel:
+    """A `DraftModel` over any runner."""
+
+    def __init__(self, runner: Runner, context_length: int, vocabulary_size: int, shared_tokens: int) -> None:
+        """`context_length`, `vocabulary_size`: of the draft model. `shared_tokens`: the first of its vocabulary, which
+        are those of the large model."""
+        self._runner = runner
+        self._context_length = context_length
+        self._vocabulary_size = vocabulary_size
+        self._shared_tokens = shared_tokens
+        self._texts: dict[SequenceState, _Text | None] = {}
+        """None for those that there is no memory for."""
+
+    def propose(self, sequences: Sequence[SequenceState], lengths: Sequence[int]) -> list[list[int]]:
+        """Drafts of at most so many tokens. Empty where more than a chunk of earlier tokens is still to be computed."""
+        wanted = {one: length for one, length in zip(sequences, lengths, strict=True) if length > 0}
+        drafts: dict[SequenceState, list[int]] = {one: [] for one in sequences}
+        drafting = [one for one in wanted if self._follows(one)]
+        while drafting:
+            likeliest = self._compute(drafting)
+            drafting = []
+            for one, token_id in likeliest.items():
+                text = self._texts[one]
+                if text is None or token_id >= self._shared_tokens:
+                    continue
+                text.own.token_ids.append(token_id)
+                drafts[one].append(token_id)
+                if len(drafts[one]) < wanted[one]:
+                    drafting.append(one)
+        return [drafts[one] for one in sequences]
+
+    def release(self, sequence: SequenceState) -> None:
+        text = self._texts.pop(sequence, None)
+        if text is not None:
+            text.follow(sequence.token_ids)
+            self._runner.release(text.own)
+
+    def forget(self, conversation: str) -> None:
+        self._runner.forget(conversation)
+
+    def _follows(self, sequence: SequenceState) -> bool:
+        """Brings what it has of the sequence up to date. Returns False for sequences that get no drafts."""
+        ids = sequence.token_ids
+        if len(ids) + HEADROOM > self._context_length or sequence.prefix_keys is not ids:  # it does not see media
+            return False
+        if sequence not in self._texts:
+            self._texts[sequence] = self._begin(sequence)
+        text = self._texts[sequence]
+        if text is not None:
+            text.follow(ids)
+        return text is not None
+
+    def _begin(self, sequence: SequenceState) -> _Text | None:
+        prompt, ids = sequence.generation.prompt, tuple(sequence.token_ids)
+        prompt = Prompt(ids, owner=prompt.owner, adapter=prompt.adapter, conversation=prompt.conversation)
+        reply = ReplyState(prompt, GREEDY, vocabulary=())
+        processor = LogitsProcessor(prompt, GREEDY, 0, reply, self._vocabulary_size)
+        own = SequenceState(LocalGeneration(prompt, GREEDY, 0, lambda _: None), processor)
+        try:
+            self._runner.allocate(own)
+        except CacheFull:
+            return None
+        return _Text(own, len(ids))
+
+    def _compute(self, sequences: Sequence[SequenceState]) -> dict[SequenceState, int]:
+        """Computes the next tokens of each, at most a chunk. Returns the likeliest one behind those that it has all
+        tokens of."""
+        texts = {one: text for one in sequences if (text := self._texts[one]) is not None}
+        if not texts:
+            return {}
+        own = [text.own for text in texts.values()]
+        counts = [min(CHUNK, one.pending_tokens, self._runner.max_chunk(one) or CHUNK) for one in own]
+        try:
+            logits = self._runner.run(own, counts)
+        except CacheFull:
+            self._drop(list(texts)[-1])
+            return self._compute(list(texts)[:-1])
+        rows = [row for row, one in enumerate(own) if not one.pending_tokens]
+        if not rows:
+            return {}
+        logits = logits if len(rows) == len(own) else logits.select(rows)
+        steps = logits.sample([own[row].processor for row in rows])
+        ended = [list(texts)[row] for row in rows]
+        return {
+            one: step.token_id for one, step in zip(ended, steps, strict=True) if not isinstance(step, PalaverError)
+        }
+
+    def _drop(self, sequence: SequenceState) -> None:
+        """There is no room for it: it gets no drafts any more."""
+        text, self._texts[sequence] = self._texts[sequence], None
+        if text is not None:
+            self._runner.release(text.own)
