@@ -13,8 +13,16 @@ from typing import TYPE_CHECKING, Any
 from palaver.engines.base import EXACTNESS_LABELS, MLX_RUNNER, Capability, EngineInfo, Fingerprint
 from palaver.engines.core.checkpoint import Checkpoint, open_checkpoint
 from palaver.engines.core.decoder_config import generation_settings
+from palaver.engines.core.draft_model import RunnerDraftModel
 from palaver.engines.core.engine import LocalEngine
-from palaver.engines.core.options import EngineOptions, Fit, check_cache_bytes, default_cache_bytes
+from palaver.engines.core.options import (
+    EngineOptions,
+    Fit,
+    check_cache_bytes,
+    check_drafts,
+    default_cache_bytes,
+    divide_cache,
+)
 from palaver.engines.core.sampler import SAMPLER_VERSION
 from palaver.engines.core.scheduler import SchedulerLimits
 from palaver.engines.mlx.loader import check_dtype, import_mlx, load_module, load_vision, sees_pictures, thinker_config
@@ -24,7 +32,7 @@ from palaver.phases import Vocabulary
 
 if TYPE_CHECKING:
     from palaver.engines.mlx.media import MlxMediaEncoder
-    from palaver.engines.mlx.runner import MlxProbe
+    from palaver.engines.mlx.runner import MlxProbe, MLXRunner
 
 CPU, GPU = "cpu", "gpu"
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
@@ -59,7 +67,13 @@ def load(
 
         loaded = _load(checkpoint, dtype, adapter)
         exact_rows = EXACT_ROWS[name] if options.exact else None
-        runner, exactness = loaded.probe.make_runner(_cache_bytes(options, name), exact_rows)
+        limit, draft_limit, drafter = _cache_bytes(options, name), 0, None
+        if options.draft_model is not None:
+            drafter = _load_draft_model(options.draft_model, dtype, name)
+            limit, draft_limit = divide_cache(limit, loaded.probe.token_bytes, drafter.token_bytes)
+        runner, exactness = loaded.probe.make_runner(limit, exact_rows, options.drafts)
+        if drafter is not None:
+            runner.draft_model = _draft_model(drafter, draft_limit, runner, options, loaded.probe.vocabulary_size)
     defaults, end_ids = generation_settings(checkpoint.folder, checkpoint.config)
     info = EngineInfo(
         model=checkpoint.name,
@@ -76,7 +90,26 @@ def load(
     )
     info = replace(info, fingerprint=str(_fingerprint(info, loaded.library)))
     media = None if loaded.encoder is None else loaded.encoder.cache
+    check_drafts(options, runner, info.steps)
     return LocalEngine(info, vocabulary, runner, _limits(options, name), on_device, on_failure, media)
+
+
+def _load_draft_model(folder: Path, dtype: str | None, device: str) -> MlxProbe:
+    checkpoint = open_checkpoint(folder)
+    fit(checkpoint, device, dtype).check(checkpoint.name)
+    return _load(checkpoint, dtype, None).probe
+
+
+def _draft_model(
+    probe: MlxProbe, limit_bytes: int, runner: MLXRunner, options: EngineOptions, shared_tokens: int
+) -> RunnerDraftModel:
+    assert options.draft_model is not None
+    drafter, _ = probe.make_runner(limit_bytes, drafts=False)
+    if runner.verify_drafts is None or drafter.reuse != "to the token":
+        why = "needs --exact or --drafts with MLX, and models whose states can be cut"
+        raise BadParameter("--draft-model", str(options.draft_model), why)
+    length = _context_length(open_checkpoint(options.draft_model).config, EngineOptions())
+    return RunnerDraftModel(drafter, length, probe.vocabulary_size, shared_tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from palaver.engines.core.prefix_cache import CacheStatistics
 from palaver.engines.core.request import SequenceState
 from palaver.engines.core.runner import DraftModel
 from palaver.engines.core.sampler import HostLogits, Logits
+from palaver.engines.core.speculation import MAX_ROWS
 from palaver.engines.mlx.model import ALLOCATION_TOKENS, Floats, MergedStates, MLXModel, SequenceStates
 from palaver.engines.mlx.prefix_cache import CacheEntry, StateCache
 from palaver.errors import CacheFull, UnsupportedContent
@@ -60,6 +61,20 @@ class MlxExactPasses:
             state.truncate(end)
         return logits
 
+    def run_rows(self, state: SequenceStates, tokens: Sequence[int], rows: int) -> Floats:
+        """Computes the tokens that the state lacks; the logits after each of the last `rows`, which it may have to
+        compute again. Where a single token has padding behind it, these have each other: no token sees later ones."""
+        assert self._model.always_truncates
+        first, found = len(tokens) - rows, []
+        while state.length < len(tokens):
+            start = state.length - state.length % self._rows
+            end = min(start + self._rows, len(tokens))
+            state.truncate(start)
+            logits = self._model.logits(state, [*tokens[start:end], *[0] * (start + self._rows - end)])
+            found.append(logits[max(0, first - start) : end - start])
+            state.truncate(end)
+        return np.concatenate(found)
+
     def _run_plain(self, state: SequenceStates, tokens: Sequence[int], need_logits: bool) -> Floats | None:
         """States that can't be cut can't be padded: the same chunks of the same sequence give the same bits."""
         ids = tokens[state.length :]
@@ -79,6 +94,21 @@ def probe_exactness(model: MLXModel, passes: MlxExactPasses, vocabulary_size: in
     others = ([1] * PROBE_TOKENS, [7, 22, 11], [33, 1, 6])
     alike = all(np.array_equal(whole, _logits_in_chunks(model, passes, tokens, sizes)) for sizes in others)
     return BY_TEXT if alike else BY_CACHE
+
+
+def probe_drafts(model: MLXModel, passes: MlxExactPasses, vocabulary_size: int) -> bool:
+    """Whether tokens have the bits that they have one by one if they are verified together, right or wrong."""
+    tokens = [(7 * place + 3) % vocabulary_size for place in range(PROBE_TOKENS)]
+    start = PROBE_TOKENS - MAX_ROWS
+    singly, together = model.new_state(), model.new_state()
+    for state in (singly, together):
+        passes.run(state, tokens[:start], need_logits=False)
+    expected = [passes.run(singly, tokens[:end], need_logits=True) for end in range(start + 1, PROBE_TOKENS + 1)]
+    wrong = [*tokens[: start + 3], *[1] * (MAX_ROWS - 3)]
+    if not np.array_equal(passes.run_rows(together, wrong, MAX_ROWS)[:3], np.concatenate(expected[:3])):  # type: ignore[arg-type]
+        return False
+    together.truncate(start + 3)
+    return np.array_equal(passes.run_rows(together, tokens, MAX_ROWS - 3), np.concatenate(expected[3:]))  # type: ignore[arg-type]
 
 
 def _logits_in_chunks(model: MLXModel, passes: MlxExactPasses, tokens: Sequence[int], sizes: Sequence[int]) -> Floats:
@@ -107,14 +137,15 @@ class MLXRunner:
         merges: bool = True,
         exact: MlxExactPasses | None = None,
         encoder: MlxMediaEncoder | None = None,
+        drafts: bool = False,
     ) -> None:
         """`token_bytes`: the cache of one token. `merges`: whether states of this model can be merged. `encoder`: None
-        if the model takes text only."""
+        if the model takes text only. `drafts`: whether they are verified."""
         self.reuse = "to the token" if model.always_truncates else "snapshots"
         self.mixed_tokens = None
         self.run_ahead = None
         self.resume_cached = None
-        self.verify_drafts = None
+        self.verify_drafts = self._verify_drafts if drafts and model.always_truncates else None
         self.drafts_after_prompts = False
         self.draft_model: DraftModel | None = None
         self.uses_device = True
@@ -130,6 +161,8 @@ class MLXRunner:
         """The media of running sequences that have some."""
         self._cache = StateCache()
         self._running: dict[SequenceState, CacheEntry] = {}
+        self._drafted: set[SequenceState] = set()
+        """Sequences whose last pass computed a draft: their states still have the tokens that were not accepted."""
         self._batch: list[SequenceState] = []
         """The sequences whose states are merged, in the order of the rows."""
         self._merged: MergedStates | None = None
@@ -158,6 +191,7 @@ class MLXRunner:
         return False
 
     def allocate(self, sequence: SequenceState) -> None:
+        self._drop_rejected()
         tokens = sequence.integer_keys
         running = sum(self._state_bytes(len(other.token_ids)) for other in (*self._running, sequence))
         if self._running and running > self._limit_bytes:
@@ -187,6 +221,11 @@ class MLXRunner:
         self._own_state(sequence).media = self._media[sequence]
 
     def run(self, sequences: Sequence[SequenceState], counts: Sequence[int], need_logits: bool = True) -> Logits:
+        self._drop_rejected()
+        for sequence in sequences:
+            if sequence.computed_tokens < len((entry := self._running[sequence]).tokens):  # of a draft model
+                self._unmerge(sequence)
+                entry.truncate(sequence.computed_tokens)
         self._make_room_for_pass(sequences, counts)
         began = time.thread_time()
         try:
@@ -199,11 +238,45 @@ class MLXRunner:
             raise
         self.forward_seconds += time.thread_time() - began
         for sequence, count in zip(sequences, counts, strict=True):
-            start = sequence.computed_tokens
-            self._running[sequence].tokens.extend(integer_keys(sequence.prefix_keys[start : start + count]))
             sequence.computed_tokens += count
+            self._add_tokens(sequence)
         self._count()
         return HostLogits(logits)
+
+    def _verify_drafts(self, sequences: Sequence[SequenceState], drafts: Sequence[Sequence[int]]) -> Logits:
+        """In the exact mode each row has the bits that it has alone, elsewhere up to rounding. A pass for each."""
+        self._drop_rejected()
+        self._make_room_for_pass(sequences, [1 + len(draft) for draft in drafts])
+        began, rows = time.thread_time(), []
+        try:
+            for sequence, draft in zip(sequences, drafts, strict=True):
+                state, tokens = self._unmerge(sequence), [*sequence.token_ids, *draft]
+                if self._exact is not None:
+                    rows.append(self._exact.run_rows(state, tokens, 1 + len(draft)))
+                else:
+                    self._complete_state(sequence)
+                    rows.append(self._model.logits(state, tokens[state.length :]))
+        except BaseException:
+            self._drop_states(sequences)
+            raise
+        self.forward_seconds += time.thread_time() - began
+        for sequence in sequences:
+            sequence.computed_tokens += 1
+        self._drafted.update(sequences)
+        return HostLogits(np.concatenate(rows))
+
+    def _drop_rejected(self) -> None:
+        """Takes over the accepted tokens of drafts, and removes the others."""
+        while self._drafted:
+            sequence = self._drafted.pop()
+            self._add_tokens(sequence)
+            state = self._own_state(sequence)
+            state.truncate(min(state.length, sequence.computed_tokens))
+
+    def _add_tokens(self, sequence: SequenceState) -> None:
+        """Those that were computed since the last call."""
+        tokens = self._running[sequence].tokens
+        tokens.extend(integer_keys(sequence.prefix_keys[len(tokens) : sequence.computed_tokens]))
 
     def cache_prefix(self, sequence: SequenceState, tokens: int, logits: Logits) -> None:
         """A state that can be cut need not be copied: running sequences are found too."""
@@ -220,6 +293,7 @@ class MLXRunner:
         entry = self._running.get(sequence)
         if entry is None:
             return
+        self._drop_rejected()
         self._media.pop(sequence, None)
         try:
             state = self._unmerge(sequence)
@@ -403,18 +477,26 @@ class MlxProbe:
         self._model = MLXModel(module, None if encoder is None else encoder.decoder)
         state = self._model.new_state()
         self.vocabulary_size = self._model.logits(state, [0]).shape[-1]
-        self._token_bytes = self._model.token_bytes(state)
+        self.token_bytes = self._model.token_bytes(state)
         self._ids = [(7 * place + 3) % self.vocabulary_size for place in range(LENGTH + 1)]
         self._expected = self._model.logits(self._fed(LENGTH), self._ids[LENGTH:])
 
-    def make_runner(self, limit_bytes: int, exact_rows: int | None = None) -> tuple[MLXRunner, str]:
-        """The runner, and what the bits of a reply depend on. `exact_rows`: of a pass; None: not in the exact mode."""
+    def make_runner(
+        self, limit_bytes: int, exact_rows: int | None = None, drafts: bool | None = None
+    ) -> tuple[MLXRunner, str]:
+        """The runner, and what the bits of a reply depend on. `exact_rows`: of a pass; None: not in the exact mode.
+        `drafts`: as in `EngineOptions`."""
         if self._model.always_truncates:
             self._model.always_truncates = _succeeds(self._truncates)
         passes = None if exact_rows is None else MlxExactPasses(self._model, exact_rows)
         exactness = BY_BATCH if passes is None else probe_exactness(self._model, passes, self.vocabulary_size)
         merges = passes is None and _succeeds(self._merges)
-        return MLXRunner(self._model, limit_bytes, self._token_bytes, merges, passes, self._encoder), exactness
+        verifies = bool(drafts)
+        if passes is not None:
+            verifies = drafts is not False and exactness == BY_TEXT
+            verifies = verifies and probe_drafts(self._model, passes, self.vocabulary_size)
+        runner = MLXRunner(self._model, limit_bytes, self.token_bytes, merges, passes, self._encoder, verifies)
+        return runner, exactness
 
     def check_media(self) -> None:
         """Raises UnsupportedContent unless an item of each kind in the middle of a prompt, computed in two passes that
