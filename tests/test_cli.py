@@ -117,7 +117,7 @@ def test_a_failing_turn_does_not_end_the_chat(tiny_model: Path) -> None:
     result = run("chat", tiny_model, *SHORT, input="/continue\n" + "x" * 600 + "\nHi\n")
     assert result.exit_code == 1
     assert "no reply to continue" in result.stderr
-    assert "context holds 512" in result.stderr
+    assert "maximum context length is 512" in result.stderr
     assert result.stdout.strip()
 
 

@@ -176,9 +176,11 @@ class TemplateError(ModelError):
 
 
 class ContextOverflow(ModelError):
+    """Clients of OpenAI's API recognise it by "this model's maximum context length is"."""
+
     def __init__(self, tokens: int, limit: int) -> None:
         super().__init__(
-            f"The prompt is {tokens:,} tokens long, but the model's context holds {limit:,}: "
+            f"The prompt is {tokens:,} tokens long, but this model's maximum context length is {limit:,} tokens: "
             "shorten the conversation or use a model with a longer context."
         )
         self.tokens = tokens

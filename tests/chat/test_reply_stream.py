@@ -163,7 +163,7 @@ async def test_a_failing_engine_is_an_error() -> None:
 
 
 async def test_invalid_requests_are_refused_before_the_engine_is_called() -> None:
-    with pytest.raises(ContextOverflow, match="context holds 10"):
+    with pytest.raises(ContextOverflow, match="context length is 10"):
         await chat(context=10).reply(request())
     with pytest.raises(BadParameter, match="top_p"):
         await chat().reply(request(top_p=7.0))

@@ -139,7 +139,7 @@ async def test_a_model_that_does_not_exist_leaves_the_current_one(tmp_path: Path
 async def test_a_message_that_was_refused_leaves_no_conversation(tmp_path: Path) -> None:
     async with open_session(tmp_path, context=64) as session:
         await session.do("/system Be brief.")
-        assert "context holds 64" in await session.do("word " * 200)
+        assert "maximum context length is 64" in await session.do("word " * 200)
         assert await session.stage.chat.conversations() == ()
         assert (await session.session.cursor.settings()).system == "Be brief."
         await session.do("Hello")

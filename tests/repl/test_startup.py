@@ -26,7 +26,7 @@ from palaver.repl.terminal_mode import KeyMode
 from palaver.store import ReplyStatus, StoredMessage, open_store
 from tests.models import make_model
 from tests.repl.conftest import Door, HeldEngine, local_door
-from tests.repl.terminal import CTRL_BACKSLASH, CTRL_C, CTRL_D, CTRL_L, Terminal
+from tests.repl.terminal import CTRL_BACKSLASH, CTRL_C, CTRL_D, CTRL_L, CTRL_U, Terminal
 
 QUESTION = "What is 246810 + 135791?"
 ANSWER = "382601"
@@ -333,9 +333,7 @@ def test_a_context_that_is_full(tmp_path: Path) -> None:
         ready(terminal)
         assert "The context is 8" in terminal.do("x" * 400)
         terminal.enter("y" * 300)
-        terminal.wait(
-            r"(?s)tokens long, but the model's\s+context holds 512.*\ns  Send it without the oldest.*Your choice\?"
-        )
+        terminal.wait(r"(?s)maximum\s+context\s+length\s+is\s+512.*\ns  Send it without the oldest.*Your choice\?")
         terminal.type("\r")
         terminal.wait(r"(?s)Your choice\?.*› yyyy.*y$")
         terminal.type("\r")
@@ -354,9 +352,13 @@ def test_a_model_that_fails(tmp_path: Path) -> None:
     with local_door(tmp_path).open("nowhere") as terminal:
         terminal.until("Can't load nowhere. Can't find the model 'nowhere'")
         terminal.prompt()
-        assert "Can't find the model 'nowhere'" in terminal.do("Hello")
+        terminal.enter("Hello")
+        terminal.wait(r"› Hello\n\s*Can't find the model 'nowhere'[^›]*› Hello\Z")  # back in the prompt
+        terminal.type(CTRL_U)
         terminal.do(f"/model {folder}")
-        assert "roles must alternate" in " ".join(terminal.do("Hello").split())
+        terminal.enter("Hello")
+        assert "roles must alternate" in " ".join(terminal.wait(r"› Hello\n[^›]*› Hello\Z").split())
+        terminal.type(CTRL_U)
         assert "context 8,192" in terminal.do("/model sprout")
         assert "tokens/s" in terminal.do("What is 2 + 2?")
 

@@ -169,11 +169,6 @@ def error_value(error: BaseException) -> dict[str, Any]:
 
 
 def _message(error: BaseException) -> str:
-    if isinstance(error, ContextOverflow):  # clients recognise "this model's maximum context length is"
-        return (
-            f"The prompt is {error.tokens:,} tokens long, but this model's maximum context length is {error.limit:,} "
-            "tokens: shorten the conversation or use a model with a longer context."
-        )
     return str(error) if isinstance(error, PalaverError) else INTERNAL
 
 
