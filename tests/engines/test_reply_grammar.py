@@ -136,6 +136,33 @@ async def test_a_marker_of_several_parts_is_completed(engine: TorchEngine, bias:
         assert text(out).startswith(b"mull"[len(begun) :])
 
 
+TEXT_MARKERS = Phases(
+    states=(
+        State(Phase.ANSWER, (Trigger(b"[x", 1), Trigger(b"~~", 2))),
+        State(Phase.THINKING, (Trigger(b"]", 0),), closing=(10, *b"]")),
+        State(Phase.END),
+    ),
+    ends=frozenset({END}),
+)
+
+
+async def test_a_marker_that_is_text_is_spelled_to_its_end(engine: TorchEngine) -> None:
+    """Other text, or the end, would leave a part of it in the answer."""
+    prompt = replace(PROMPT, phases=TEXT_MARKERS)
+    eager = sampling(DIGITS, max_tokens=12, logit_bias=((ord("["), 1000.0), (END, 900.0), (10, 900.0)))
+    assert text(await run(engine, continued(prompt, [*b"["]), eager)).startswith(b"x")
+    assert text(await run(engine, prompt, eager)).lstrip().startswith(b"[x")
+    ends = replace(eager, logit_bias=((ord("~"), 1000.0), (END, 1500.0)))
+    out = await run(engine, continued(prompt, [*b"12345~"]), ends)
+    assert text(out) == b"~"
+
+
+async def test_a_marker_that_is_text_ends_no_turn_before_its_answer(engine: TorchEngine) -> None:
+    eager = sampling(DIGITS, logit_bias=((ord("~"), 1000.0),))
+    out = await run(engine, replace(PROMPT, phases=TEXT_MARKERS), eager)
+    assert re.fullmatch(rb"[0-9]{3,5}~~", text(out))
+
+
 async def test_a_constrained_reply_cut_anywhere_goes_on_the_same(engine: TorchEngine) -> None:
     prompt = replace(PROMPT, phases=THINKING)
     for constraint in (POINT, DIGITS):

@@ -104,10 +104,15 @@ class AnswerGrammar:
     def _exit_ids(self, reply: ReplyState) -> set[int]:
         """Tokens that lead out of the answer: markers, and the end of the turn once there is an answer."""
         triggers = [t for t in self._phases.states[reply.state].triggers if self._leads_out(t)]
-        ids = {t.marker for t in triggers if isinstance(t.marker, int)}
-        ids |= reply.stop_token_ids if self._started else self._blank_ids
-        for marker in _text_markers(triggers):
-            ids |= self._continuing_ids(marker, self._partial_marker or b"")
+        written = self._partial_marker
+        spelling = {i for marker in _text_markers(triggers) for i in self._continuing_ids(marker, written or b"")}
+        if written is not None and spelling:  # other tokens would leave the part of a marker in the answer
+            return spelling
+        ids = {t.marker for t in triggers if isinstance(t.marker, int)} | spelling
+        if self._started:
+            ids |= reply.stop_token_ids
+        elif written is None:
+            ids |= self._blank_ids
         return ids
 
     def _is_part_of_opener(self, state: int) -> bool:
@@ -126,10 +131,12 @@ class AnswerGrammar:
         return allowed
 
     def _leads_out(self, trigger: Trigger) -> bool:
-        """After one thought no second one is allowed, and none where thinking is off: the answer must come."""
+        """After one thought no second one is allowed, and none where thinking is off: the answer must come. Only then
+        the turn may end."""
         if self._opens_thought(trigger.to):
             return self._phases.may_think and not self._thought_closed
-        return not self._is_answer(trigger.to)
+        ends = self._phases.states[trigger.to].phase is Phase.END
+        return self._started if ends else not self._is_answer(trigger.to)
 
     def _opens_thought(self, state: int, before: frozenset[int] = frozenset()) -> bool:
         """Whether the state is a thought, or inside of a marker of several parts that opens one and nothing else."""
