@@ -5,10 +5,16 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from palaver.constraints import MAX_CONSTRAINT, Constraint, Grammar, MarkerConstraint
 from palaver.engines.base import Capability
+from palaver.engines.core.logits_changes import LogitsChanges
+from palaver.engines.core.reply_grammar import AnswerGrammar
+from palaver.engines.core.reply_state import ReplyState
+from palaver.engines.core.token_masks import VocabularyIndex
+from palaver.engines.grammars import GrammarCompiler
 from palaver.engines.torch import TorchEngine, load
 from palaver.errors import BadParameter
 from palaver.generation import Ended, Finish, Prompt
@@ -134,6 +140,55 @@ async def test_a_marker_of_several_parts_is_completed(engine: TorchEngine, bias:
     for begun in (b"", b"m", b"mul"):
         out = await run(engine, continued(prompt, [START, *begun]), eager)
         assert text(out).startswith(b"mull"[len(begun) :])
+
+
+WORDS = ((START, 1), (b"mull", 2), (b"say", 3), (b"call", 4))
+MIXED = Phases(
+    states=(
+        State(Phase.ANSWER, (Trigger(START, 1),)),
+        State(Phase.CONTROL, tuple(Trigger(word, to) for word, to in WORDS), other=0),
+        State(Phase.CONTROL, (Trigger(CALL_END, 5),), other=0),
+        State(Phase.CONTROL, (Trigger(CALL_END, 0),), other=0),
+        State(Phase.TOOL_CALL, (Trigger(CALL_END, 0),)),
+        State(Phase.THINKING, (Trigger(START, 6),), closing=(START, *b"end")),
+        State(Phase.CONTROL, (Trigger(b"end", 0),), other=5),
+    ),
+    ends=frozenset({END}),
+)
+"""One token begins thoughts, answers and calls; the word behind it decides."""
+
+
+@pytest.mark.parametrize("thinks", [True, False])
+async def test_only_what_may_come_completes_a_marker(engine: TorchEngine, thinks: bool) -> None:
+    prompt = replace(PROMPT, phases=replace(MIXED, may_think=thinks))
+    eager = ((START, 1000.0), (ord("m"), 900.0), (ord("s"), 800.0), (ord("c"), 700.0), (END, 600.0))
+    out = await run(engine, prompt, sampling(DIGITS, logit_bias=eager, max_tokens=12))
+    assert text(out).startswith(b"<start>mull</tool_call>" if thinks else b"<start>say</tool_call><start>say")
+
+
+async def test_a_marker_of_a_call_may_have_white_space_between_its_parts(engine: TorchEngine) -> None:
+    prompt = continued(replace(PROMPT, phases=replace(MIXED, may_think=False)), [START, *b" "])
+    out = await run(engine, prompt, sampling(DIGITS, logit_bias=((ord("c"), 1000.0), (END, 900.0)), max_tokens=6))
+    assert text(out) == b"call"
+
+
+async def test_no_turn_ends_in_a_thought_that_a_marker_of_several_parts_closes(engine: TorchEngine) -> None:
+    prompt = continued(replace(PROMPT, phases=MIXED), [START, *b"mull", CALL_END])
+    out = await run(engine, prompt, sampling(DIGITS, logit_bias=((END, 1000.0),), thinking_budget=3))
+    assert re.search(rb"<start>end[0-9]{3,5}<end>$", text(out))
+
+
+async def test_the_last_token_of_a_part_has_no_other_text() -> None:
+    """A token may be longer than the part: its rest would lead into the answer."""
+    vocabulary = (*VOCABULARY, b"mull", b"mulled", b"mull\n")
+    grammars = GrammarCompiler(vocabulary)
+    phases, index = replace(MIXED, start=1), VocabularyIndex(vocabulary)
+    grammar = AnswerGrammar(phases, grammars.compile(DIGITS), index)
+    changes, scores = LogitsChanges(len(vocabulary)), np.zeros(len(vocabulary), dtype=np.float32)
+    grammar.apply_mask(changes, ReplyState(replace(PROMPT, phases=phases), Sampling(), vocabulary))
+    changes.apply(scores)
+    allowed = {vocabulary[i] for i in np.flatnonzero(scores > -np.inf)}
+    assert allowed == {b"m", b"mull", b"mull\n", b"s", b"c", b" ", b"\n"}
 
 
 TEXT_MARKERS = Phases(

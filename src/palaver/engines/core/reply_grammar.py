@@ -44,6 +44,7 @@ class AnswerGrammar:
         self._index = index
         self._control = control_ids(phases)
         self._text_mask = cache(lambda size: text_mask(size, index, self._control))
+        self._destinations = cache(self._find_destinations)
         self._matcher: Any = grammar.matcher()
         self._started = False
         """Whether the matcher has accepted a token."""
@@ -67,7 +68,7 @@ class AnswerGrammar:
     def apply_mask(self, changes: LogitsChanges, reply: ReplyState) -> None:
         """Forbids all tokens that neither the constraint nor an exit from the answer allows. Raises RequestError if the
         grammar exceeds its limits at this token."""
-        if self._is_part_of_opener(reply.state):
+        if self._is_part_of_marker(reply.state):
             allowed = self._rest_of_marker(changes.size, reply)
             if allowed.any():  # a continued reply may have other text there
                 changes.allow_only(allowed)
@@ -94,7 +95,8 @@ class AnswerGrammar:
         """Whether the state is a thought that leads to an unfinished answer: the turn can't end inside of it."""
         if not self._is_thinking(state):
             return False
-        leads_to_answer = any(self._is_answer(trigger.to) for trigger in self._phases.states[state].triggers)
+        triggers = self._phases.states[state].triggers
+        leads_to_answer = any(Phase.ANSWER in self._destinations(trigger.to) for trigger in triggers)
         return leads_to_answer and not (self._started and self._matcher.is_accepting())
 
     def _may_exit(self) -> bool:
@@ -105,7 +107,7 @@ class AnswerGrammar:
         """Tokens that lead out of the answer: markers, and the end of the turn once there is an answer."""
         triggers = [t for t in self._phases.states[reply.state].triggers if self._leads_out(t)]
         written = self._partial_marker
-        spelling = {i for marker in _text_markers(triggers) for i in self._continuing_ids(marker, written or b"")}
+        spelling = self._spelling_ids(triggers, written or b"")
         if written is not None and spelling:  # other tokens would leave the part of a marker in the answer
             return spelling
         ids = {t.marker for t in triggers if isinstance(t.marker, int)} | spelling
@@ -115,45 +117,60 @@ class AnswerGrammar:
             ids |= self._blank_ids
         return ids
 
-    def _is_part_of_opener(self, state: int) -> bool:
-        """Whether the state is inside of a marker that opens a thought, and other text leads into the answer."""
-        other = self._phases.states[state].other
-        is_part = self._phases.states[state].phase is Phase.CONTROL and self._opens_thought(state)
-        return is_part and other is not None and self._is_answer(other)
+    def _is_part_of_marker(self, state: int) -> bool:
+        """Whether the state is inside of a marker of several parts, and other text leads into the answer."""
+        here = self._phases.states[state]
+        return here.phase is Phase.CONTROL and here.other is not None and self._is_answer(here.other)
 
     def _rest_of_marker(self, size: int, reply: ReplyState) -> TokenMask:
         """The tokens that continue a marker whose first part has come."""
-        triggers = [trigger for trigger in self._phases.states[reply.state].triggers if trigger.to != reply.state]
+        every = [trigger for trigger in self._phases.states[reply.state].triggers if trigger.to != reply.state]
+        triggers = [trigger for trigger in every if self._may_follow(trigger)] or every
         allowed = TokenMask(size)
         allowed.add({trigger.marker for trigger in triggers if isinstance(trigger.marker, int)})
-        for marker in _text_markers(triggers):
-            allowed.add(self._continuing_ids(marker, reply.buffered))
+        allowed.add(self._spelling_ids(triggers, reply.buffered))
+        if not reply.buffered:  # calls and answers may have white space between the parts
+            others = [trigger for trigger in triggers if Phase.THINKING not in self._destinations(trigger.to)]
+            for space in (b" ", b"\n"):
+                allowed.add(self._spelling_ids(others, b"", space))
         return allowed
 
     def _leads_out(self, trigger: Trigger) -> bool:
-        """After one thought no second one is allowed, and none where thinking is off: the answer must come. Only then
-        the turn may end."""
-        if self._opens_thought(trigger.to):
-            return self._phases.may_think and not self._thought_closed
-        ends = self._phases.states[trigger.to].phase is Phase.END
-        return self._started if ends else not self._is_answer(trigger.to)
+        return not self._is_answer(trigger.to) and self._may_follow(trigger)
 
-    def _opens_thought(self, state: int, before: frozenset[int] = frozenset()) -> bool:
-        """Whether the state is a thought, or inside of a marker of several parts that opens one and nothing else."""
+    def _may_follow(self, trigger: Trigger) -> bool:
+        """Whether the trigger leads to what may come now, at once or as a part of a marker."""
+        destinations = self._destinations(trigger.to)
+        return not destinations or any(map(self._may_enter, destinations))
+
+    def _may_enter(self, phase: Phase) -> bool:
+        """After one thought no second one is allowed, and none where thinking is off. The turn ends with an answer."""
+        if phase is Phase.THINKING:
+            return self._phases.may_think and not self._thought_closed
+        return self._started or phase is not Phase.END
+
+    def _find_destinations(self, state: int, before: frozenset[int] = frozenset()) -> frozenset[Phase]:
+        """The phase of the state; inside of a marker of several parts, those that it may lead to."""
         here = self._phases.states[state]
         if here.phase is not Phase.CONTROL or here.other is None:
-            return here.phase is Phase.THINKING
+            return frozenset((here.phase,))
         before |= {state}
         following = {trigger.to for trigger in here.triggers} - before
-        return bool(following) and all(self._opens_thought(one, before) for one in following)
+        return frozenset(phase for one in following for phase in self._find_destinations(one, before))
 
-    def _continuing_ids(self, marker: bytes, written: bytes) -> set[int]:
-        """Tokens that continue to spell this marker, of which so much is there."""
-        if not marker.startswith(written) or marker == written:
-            return set()
-        rest = marker[len(written) :]
-        shorter = {i for size in range(1, len(rest)) for i in self._index.equal_to(rest[:size])}
-        return (shorter | set(self._index.starting_with(rest))) - self._control
+    def _spelling_ids(self, triggers: Iterable[Trigger], written: bytes, space: bytes = b"") -> set[int]:
+        """Tokens that continue to spell one of the markers, of which so much is there, with the white space before it.
+        Between the parts of a marker they have no other text."""
+        ids: set[int] = set()
+        for trigger in triggers:
+            if isinstance(trigger.marker, bytes) and trigger.marker != written and trigger.marker.startswith(written):
+                rest = space + trigger.marker[len(written) :]
+                ids |= {i for size in range(1, len(rest)) for i in self._index.equal_to(rest[:size])}
+                last = self._index.starting_with(rest)
+                if self._is_part_of_marker(trigger.to):
+                    last = [i for i in last if not self._index.vocabulary[i][len(rest) :].strip()]
+                ids.update(last)
+        return ids - self._control
 
     def _accept_answer_token(self, token_id: int, forced: bool) -> None:
         text = self._index.vocabulary[token_id] if token_id < len(self._index.vocabulary) else b""
@@ -179,10 +196,6 @@ class AnswerGrammar:
 def _blank_ids(phases: Phases, index: VocabularyIndex) -> frozenset[int]:
     closing = {token_id for state in phases.states for token_id in state.closing}
     return frozenset(i for i in closing if i < len(index.vocabulary) and not index.vocabulary[i].strip())
-
-
-def _text_markers(triggers: Iterable[Trigger]) -> list[bytes]:
-    return [trigger.marker for trigger in triggers if isinstance(trigger.marker, bytes)]
 
 
 class ReplyGrammar:
