@@ -15,8 +15,11 @@ import pytest
 
 from palaver.chat.engine_choice import LoadOptions, check_engine_options
 from palaver.chat.model import check_draft_model
-from palaver.engines.compiled.decoder import CompiledRunner, Rows
-from palaver.engines.compiled.engine import load
+from palaver.engines.compiled import engine as compiled_engine
+from palaver.engines.compiled.decoder import CompiledDecoder, CompiledRunner, Rows
+from palaver.engines.compiled.engine import load, load_decoder
+from palaver.engines.core import options as core_options
+from palaver.engines.core.checkpoint import Checkpoint
 from palaver.engines.core.draft_model import CHUNK, RunnerDraftModel
 from palaver.engines.core.engine import LocalEngine
 from palaver.engines.core.kv_cache import HostArray
@@ -39,14 +42,16 @@ GREEDY = Sampling(temperature=0, max_tokens=24, banned_ids=(tiny.END,))
 
 
 class CountingDecoder:
-    """Notes how many tokens each pass computes."""
+    """Notes how many tokens each pass computes, and which."""
 
     def __init__(self, decoder: Any) -> None:
         self._decoder = decoder
         self.passes: list[int] = []
+        self.token_ids: set[int] = set()
 
     def run(self, rows: Rows, threads: int, memory: HostArray | None = None) -> HostArray:
         self.passes.append(len(rows.array))
+        self.token_ids.update(rows.array[:, 3].tolist())
         result: HostArray = self._decoder.run(rows, threads, memory)
         return result
 
@@ -56,6 +61,7 @@ def cheap(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a draft model that is much smaller; drafts from the text are left out."""
     monkeypatch.setattr(PassCosts, "drafting", lambda *_: 0.01)
     monkeypatch.setattr(PassCosts, "extra", lambda *_: 0.01)
+    monkeypatch.setattr(PassCosts, "sampling", lambda *_: 0.0)
     monkeypatch.setattr(DraftLookup, "propose", lambda *_: ())
 
 
@@ -137,6 +143,56 @@ async def test_without_memory_it_goes_on_without_drafts(folder_of: Callable[[str
         prompt = Prompt(tuple(b"A text that is longer than the memory of the draft model. " * 5))
         assert (await run(engine, prompt, GREEDY)).steps == (await run(plain, prompt, GREEDY)).steps
         assert not small._texts
+
+
+@needs_a_compiler
+@pytest.mark.usefixtures("cheap")
+async def test_it_may_lack_tokens_of_the_large_model(folder_of: Callable[[str], Path], tmp_path: Path) -> None:
+    """Its rows of weights end earlier: no other memory is read in place of a token that it lacks."""
+    smaller = tiny.make("qwen3", tmp_path / "smaller", vocab_size=200)
+    async with engine_with(folder_of("qwen3"), None) as plain, engine_with(folder_of("qwen3"), smaller) as engine:
+        runner = runner_of(engine)
+        runner._decoder = counting = CountingDecoder(runner._decoder)  # type: ignore[assignment]
+        prompt = Prompt((tiny.START, *b"A text with markers", tiny.THINK, 255))
+        expected = await run(plain, prompt, GREEDY)
+        assert max(expected.ids) >= 200
+        assert (await run(engine, prompt, GREEDY)).steps == expected.steps
+        assert engine.statistics.draft_tokens > 0
+        assert max(counting.token_ids) < 200
+
+
+@needs_a_compiler
+async def test_both_caches_take_what_is_free_beside_both_models(
+    folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded: list[str] = []
+
+    def load_one(checkpoint: Checkpoint, *given: Any) -> CompiledDecoder:
+        loaded.append(checkpoint.name)
+        return load_decoder(checkpoint, *given)
+
+    monkeypatch.setattr(compiled_engine, "load_decoder", load_one)
+    monkeypatch.setattr(core_options, "available_bytes", lambda: (10 - 4 * len(loaded)) << 20)
+    async with engine_with(folder_of("qwen3"), folder_of("llama")) as engine:
+        assert len(loaded) == 2
+        assert engine.statistics.cache.limit_bytes == 1 << 20
+        assert 0 < runner_of(engine).statistics.limit_bytes < 1 << 20
+
+
+@needs_a_compiler
+@pytest.mark.usefixtures("cheap")
+async def test_its_cache_counts(folder_of: Callable[[str], Path]) -> None:
+    async with (
+        engine_with(folder_of("qwen3"), None, cache_bytes=1 << 22) as plain,
+        engine_with(folder_of("qwen3"), folder_of("qwen3"), cache_bytes=1 << 22) as engine,
+    ):
+        for one in (plain, engine):
+            await run(one, Prompt(tuple(b"Hello there")), GREEDY)
+            await one.forget("nobody")  # by then all that ended is cached
+        alone, both = plain.statistics.cache, engine.statistics.cache
+        assert alone.limit_bytes == both.limit_bytes == 1 << 22
+        assert both.kept_bytes == alone.kept_bytes + runner_of(engine).statistics.kept_bytes > alone.kept_bytes
+        assert both.prompt_tokens == alone.prompt_tokens
 
 
 @needs_a_compiler

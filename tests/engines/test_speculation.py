@@ -14,6 +14,7 @@ import palaver.models
 from palaver.constraints import Constraint, Grammar, MarkerConstraint
 from palaver.engines.compiled.engine import load
 from palaver.engines.core.engine import LocalEngine
+from palaver.engines.core.generation import LocalGeneration
 from palaver.engines.core.options import EngineOptions
 from palaver.engines.core.request import SequenceState
 from palaver.engines.core.sampler import Logits
@@ -32,10 +33,11 @@ from palaver.engines.core.speculation import (
     PassCosts,
     ReplyOpenings,
 )
+from palaver.errors import PalaverError
 from palaver.formats.base import RenderOptions
 from palaver.formats.loader import load_format
 from palaver.formats.tokenizer import load_tokenizer
-from palaver.generation import Prompt, Step
+from palaver.generation import Ended, Output, Prompt, Step
 from palaver.messages import assistant, user
 from palaver.sampling import Sampling
 from tests.engines import tiny
@@ -374,6 +376,28 @@ async def test_openings_of_deleted_conversations_are_not_remembered(
         assert engine.statistics.draft_tokens > before
     finally:
         await engine.close()
+
+
+@needs_a_compiler
+async def test_drafts_are_counted_before_the_end_of_a_reply_is_sent(
+    folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DraftLookup, "propose", lambda *_: ())
+    alike = Sampling(temperature=0, max_tokens=OPENING_TOKENS + 1, logit_bias=((ord("a"), 90.0),))
+    engine = load(folder_of("qwen3"), vocabulary=tiny.VOCABULARY)
+    scheduler = engine._scheduler
+    put, counts = scheduler._outbox.put, []
+
+    def put_counted(generation: LocalGeneration, output: Output | PalaverError) -> None:
+        if isinstance(output, Ended):
+            counts.append((scheduler.draft_tokens, scheduler.accepted_tokens))
+        put(generation, output)
+
+    monkeypatch.setattr(scheduler._outbox, "put", put_counted)
+    for number in range(3):
+        await run(engine, Prompt(tuple(f"{number} ok:".encode())), alike)
+    await engine.close()
+    assert counts == [(0, 0), (0, 0), (OPENING_TOKENS, OPENING_TOKENS)]
 
 
 @needs_a_compiler

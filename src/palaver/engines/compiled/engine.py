@@ -51,9 +51,9 @@ def load(
     decoder = load_decoder(checkpoint, config, library, threads.large_pass)
     if not small:
         give_back_unused()
+    draft_decoder = None if drafting is None else load_decoder(*drafting, library, threads.large_pass)
     cache_bytes, draft_model = host_cache_bytes(options), None
-    if drafting is not None:
-        draft_decoder = load_decoder(*drafting, library, threads.large_pass)
+    if drafting is not None and draft_decoder is not None:
         cache_bytes, draft_bytes = divide_cache(
             cache_bytes, decoder.layout.bytes_per_token, draft_decoder.layout.bytes_per_token
         )

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from palaver.engines.core.generation import LocalGeneration
+from palaver.engines.core.kv_cache import common_prefix_length
 from palaver.engines.core.logits_processor import LogitsProcessor
+from palaver.engines.core.prefix_cache import CacheStatistics
 from palaver.engines.core.reply_state import ReplyState
 from palaver.engines.core.request import SequenceState
 from palaver.engines.core.runner import HEADROOM, Runner
@@ -17,6 +19,8 @@ from palaver.sampling import Sampling
 
 CHUNK = 128
 """Tokens of a prompt that it computes in a step: the replies that run wait for it."""
+UNKNOWN = 0
+"""The token in place of those that only the large model has."""
 GREEDY = Sampling(temperature=0)
 
 
@@ -29,13 +33,13 @@ class _Text:
     confirmed: int
     """The first tokens that both are known to have."""
 
-    def follow(self, token_ids: Sequence[int]) -> None:
+    def follow(self, token_ids: Sequence[int], shared_tokens: int) -> None:
         """Takes over the tokens of the sequence, and drops what it has gone on without."""
-        own, same = self.own, self.confirmed
-        while same < min(len(own.token_ids), len(token_ids)) and own.token_ids[same] == token_ids[same]:
-            same += 1
+        own, new = self.own, _known(token_ids[self.confirmed :], shared_tokens)
+        drafted = own.token_ids[self.confirmed :]
+        same = self.confirmed + common_prefix_length(drafted, new)
         own.computed_tokens = min(own.computed_tokens, same, len(token_ids) - 1)
-        own.token_ids[same:] = token_ids[same:]
+        own.token_ids[self.confirmed :] = new
         self.confirmed = len(token_ids)
 
 
@@ -44,13 +48,17 @@ class RunnerDraftModel:
 
     def __init__(self, runner: Runner, context_length: int, vocabulary_size: int, shared_tokens: int) -> None:
         """`context_length`, `vocabulary_size`: of the draft model. `shared_tokens`: the first of its vocabulary, which
-        are those of the large model."""
+        are those of the large model. Each may have further ones."""
         self._runner = runner
         self._context_length = context_length
         self._vocabulary_size = vocabulary_size
-        self._shared_tokens = shared_tokens
+        self._shared_tokens = min(vocabulary_size, shared_tokens)
         self._texts: dict[SequenceState, _Text | None] = {}
         """None for those that there is no memory for."""
+
+    @property
+    def statistics(self) -> CacheStatistics:
+        return self._runner.statistics
 
     def propose(self, sequences: Sequence[SequenceState], lengths: Sequence[int]) -> list[list[int]]:
         """Drafts of at most so many tokens. Empty where more than a chunk of earlier tokens is still to be computed."""
@@ -73,7 +81,7 @@ class RunnerDraftModel:
     def release(self, sequence: SequenceState) -> None:
         text = self._texts.pop(sequence, None)
         if text is not None:
-            text.follow(sequence.token_ids)
+            text.follow(sequence.token_ids, self._shared_tokens)
             self._runner.release(text.own)
 
     def forget(self, conversation: str) -> None:
@@ -88,12 +96,12 @@ class RunnerDraftModel:
             self._texts[sequence] = self._begin(sequence)
         text = self._texts[sequence]
         if text is not None:
-            text.follow(ids)
+            text.follow(ids, self._shared_tokens)
         return text is not None
 
     def _begin(self, sequence: SequenceState) -> _Text | None:
-        prompt, ids = sequence.generation.prompt, tuple(sequence.token_ids)
-        prompt = Prompt(ids, owner=prompt.owner, adapter=prompt.adapter, conversation=prompt.conversation)
+        prompt, ids = sequence.generation.prompt, _known(sequence.token_ids, self._shared_tokens)
+        prompt = Prompt(tuple(ids), owner=prompt.owner, adapter=prompt.adapter, conversation=prompt.conversation)
         reply = ReplyState(prompt, GREEDY, vocabulary=())
         processor = LogitsProcessor(prompt, GREEDY, 0, reply, self._vocabulary_size)
         own = SequenceState(LocalGeneration(prompt, GREEDY, 0, lambda _: None), processor)
@@ -131,3 +139,7 @@ class RunnerDraftModel:
         text, self._texts[sequence] = self._texts[sequence], None
         if text is not None:
             self._runner.release(text.own)
+
+
+def _known(token_ids: Sequence[int], shared_tokens: int) -> list[int]:
+    return [token_id if token_id < shared_tokens else UNKNOWN for token_id in token_ids]

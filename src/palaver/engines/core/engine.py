@@ -228,11 +228,25 @@ class LocalEngine:
         return EngineStatistics(
             running,
             waiting,
-            self._runner.statistics,
+            self._cache_statistics,
             self._worker.seconds,
             self._runner.forward_seconds,
             self._scheduler.draft_tokens,
             self._scheduler.accepted_tokens,
+        )
+
+    @property
+    def _cache_statistics(self) -> CacheStatistics:
+        """The memory is that of the model's cache and its draft model's; the tokens are the model's."""
+        own, draft_model = self._runner.statistics, self._runner.draft_model
+        if draft_model is None:
+            return own
+        draft = draft_model.statistics
+        return replace(
+            own,
+            limit_bytes=own.limit_bytes + draft.limit_bytes,
+            used_bytes=own.used_bytes + draft.used_bytes,
+            kept_bytes=own.kept_bytes + draft.kept_bytes,
         )
 
     async def metrics(self) -> dict[str, float]:

@@ -86,6 +86,11 @@ no pass runs ahead.
 class DraftModel(Protocol):
     """A smaller model with the same vocabulary, which drafts tokens for `verify_drafts`."""
 
+    @property
+    def statistics(self) -> CacheStatistics:
+        """Of its own cache."""
+        ...
+
     def propose(self, sequences: Sequence[SequenceState], lengths: Sequence[int]) -> Sequence[Sequence[int]]:
         """A draft of at most so many tokens behind the last one of each sequence."""
         ...

@@ -102,12 +102,13 @@ def load(
     if on_cpu:  # the memory of a GPU is llama.cpp's concern
         others = (None if mmproj is None else read_projector(mmproj), draft_header)
         fit(header, *(one for one in others if one is not None)).check(header.name)
+    model = LoadedModel(header.files, gpu_layers, report, library) if weights is None else weights
+    draft_weights = None if draft_header is None else LoadedModel(draft_header.files, gpu_layers, library=library)
     draft_options = options
     if draft_header is not None:
         sizes = [metadata.token_bytes(one, float32=False) for one in (header, draft_header)]
         own, draft_bytes = divide_cache(host_cache_bytes(options), *sizes)
         options, draft_options = (replace(options, cache_bytes=size) for size in (own, draft_bytes))
-    model = LoadedModel(header.files, gpu_layers, report, library) if weights is None else weights
     plan = CachePlan.make(header, options)
     settings = plan.settings(header, options, on_cpu, mmproj is not None)
     context = Context(model, settings, adapter)
@@ -139,8 +140,8 @@ def load(
     )
     check_drafts(options, runner, LLAMACPP_RUNNER)
     loaded = [LoadedContext(model, context)]
-    if draft_header is not None:
-        drafter, drafts_with = _load_drafter(draft_header, draft_options, gpu_layers, on_cpu, library)
+    if draft_header is not None and draft_weights is not None:
+        drafter, drafts_with = _open_drafter(draft_header, draft_options, draft_weights, on_cpu)
         loaded.append(drafts_with)
         length = gguf_metadata.context_length(draft_header)
         runner.draft_model = RunnerDraftModel(drafter, length, drafts_with.model.vocabulary_size, info.vocabulary_size)
@@ -159,11 +160,10 @@ def _read_draft_model(options: EngineOptions) -> GGUFHeader | None:
     return read_gguf(path)
 
 
-def _load_drafter(
-    header: GGUFHeader, options: EngineOptions, gpu_layers: int | None, on_cpu: bool, library: LlamaLibrary
+def _open_drafter(
+    header: GGUFHeader, options: EngineOptions, model: LoadedModel, on_cpu: bool
 ) -> tuple[LlamaRunner, LoadedContext]:
     """The runner of a draft model."""
-    model = LoadedModel(header.files, gpu_layers, library=library)
     plan = CachePlan.make(header, options)
     context = Context(model, plan.settings(header, replace(options, drafts=False), on_cpu))
     if not probe_truncation(context):

@@ -67,9 +67,9 @@ def load(
 
         loaded = _load(checkpoint, dtype, adapter)
         exact_rows = EXACT_ROWS[name] if options.exact else None
-        limit, draft_limit, drafter = _cache_bytes(options, name), 0, None
-        if options.draft_model is not None:
-            drafter = _load_draft_model(options.draft_model, dtype, name)
+        drafter = None if options.draft_model is None else _load_draft_model(options.draft_model, dtype, name)
+        limit, draft_limit = _cache_bytes(options, name), 0
+        if drafter is not None:
             limit, draft_limit = divide_cache(limit, loaded.probe.token_bytes, drafter.token_bytes)
         runner, exactness = loaded.probe.make_runner(limit, exact_rows, options.drafts)
         if drafter is not None:
