@@ -498,6 +498,17 @@ def test_experts_beside_no_shared_ones(tmp_path: Path) -> None:
     open_decoder(Twins(tmp_path, family, **overrides).write(**settings))
 
 
+def test_more_experts_than_weights(tmp_path: Path) -> None:
+    """Their names are never listed: a small file could claim millions."""
+    family, overrides = SPECIAL["experts"]
+    twins = Twins(tmp_path, family, **overrides)
+    tensors = decoder_tensors(twins.folder)
+    del tensors["blk.0.ffn_gate_exps.weight"]
+    settings: dict[str, Any] = {"qwen3moe.block_count": len(tensors), "qwen3moe.expert_count": 1024}
+    with pytest.raises(UnsupportedModel, match="more layers or experts than weights"):
+        open_decoder(write_gguf(twins.path, twins.metadata | settings, tensors))
+
+
 Change = Callable[[dict[str, tuple[str, Array]]], object]
 CHANGES: dict[str, Change] = {
     "a tensor less": lambda tensors: tensors.pop("blk.1.attn_norm.weight"),

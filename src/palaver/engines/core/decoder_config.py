@@ -319,8 +319,9 @@ def read_decoder_config(
     if checkpoint.header is not None:
         config = replace(config, norm_offset=0.0)  # it is added in the file
     _require(quantization is not None or not checkpoint.config.get("quantization_config"), "quantised weights")
-    _require(config.num_layers <= len(checkpoint.tensors), "more layers than weights")
     stacked = config.experts is not None and f"{expert_projection(0, MLP[0])}.weight" in checkpoint.tensors
+    per_layer = 1 if config.experts is None or stacked else config.experts.count
+    _require(config.num_layers * per_layer <= len(checkpoint.tensors), "more layers or experts than weights")
     expected: TensorShapes = {name: (shape,) for name, shape in config.tensor_shapes(stacked).items()}
     found = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
     if quantization is not None:
