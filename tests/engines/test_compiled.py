@@ -246,6 +246,7 @@ SPECIAL_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("gemma2", {}),
     "gemma3": ("gemma3", {}),
     "gemma3 with wide heads": ("gemma3", WIDE_HEADS | {"query_pre_attn_scalar": 64, "sliding_window": 130}),
+    "gemma3 with a cap of scores": ("gemma3", {"attn_logit_softcapping": 2.0}),
     "gemma3 with a cap": ("gemma3", {"final_logit_softcapping": 3.0, "query_pre_attn_scalar": 50}),
 }
 

@@ -149,8 +149,10 @@ class Family:
     local_angles: bool = False
     """Whether layers with a window have angles of their own. Their defaults differ from those of other families."""
     gemma: bool = False
-    """Whether embeddings are scaled, scores by a setting of their own and both may have caps, weights of norms are less
+    """Whether embeddings are scaled, scores by a setting of their own, logits may have a cap, weights of norms are less
     1, and what attention and the feed-forward part add is normed."""
+    caps_scores: bool = False
+    """Whether scores may have a cap: the library ignores that of Gemma 3."""
     experts: bool = False
     gpt_oss: bool = False
     """Whether attention has sinks, and gates are clamped."""
@@ -168,6 +170,7 @@ FAMILIES = {
         activation=GELU_TANH,
         full_layers=2,
         gemma=True,
+        caps_scores=True,
         required=(
             *("head_dim", "sliding_window", "query_pre_attn_scalar"),
             *("attn_logit_softcapping", "final_logit_softcapping"),
@@ -407,7 +410,7 @@ def _parse(config: Mapping[str, Any]) -> DecoderConfig:
         local_frequencies=local_frequencies,
         activation=CLAMPED_SWIGLU if family.gpt_oss else family.activation,
         embedding_scale=math.sqrt(hidden) if family.gemma else 1.0,
-        score_cap=_cap(config, "attn_logit_softcapping") if family.gemma else 0.0,
+        score_cap=_cap(config, "attn_logit_softcapping") if family.caps_scores else 0.0,
         logit_cap=_cap(config, "final_logit_softcapping") if family.gemma else 0.0,
         norms_results=family.gemma,
         norm_offset=1.0 if family.gemma else 0.0,
