@@ -315,7 +315,7 @@ async def test_several_replies_of_experts_share_passes(tmp_path: Path) -> None:
 
 
 def test_of_experts_with_equal_scores_the_first_are_chosen(tmp_path: Path) -> None:
-    """Also where scores are no numbers."""
+    """Where scores are no numbers, no logits are."""
     for case, score in (("equal", 1.0), ("none", float("nan"))):
         folder = tiny.make("qwen3_moe", tmp_path / case, **EXPERTS)
         path = folder / "model.safetensors"
@@ -332,8 +332,22 @@ def test_of_experts_with_equal_scores_the_first_are_chosen(tmp_path: Path) -> No
             decoder = load_decoder(*open_decoder(folder), load_compiled_library(), 1)
             slot = SlotAllocator(decoder.layout, 1 << 24).allocate(TOKENS)
             rows.append(decoder.run(Rows([RowChunk(slot, 0, text(0))], need_logits=True), 1))
-        assert np.isfinite(rows[0]).all()
-        assert np.array_equal(rows[0], rows[1]), case
+        assert np.isnan(rows).all() if case == "none" else np.isfinite(rows).all()
+        assert np.array_equal(rows[0], rows[1], equal_nan=True), case
+
+
+@pytest.mark.parametrize("module", ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
+def test_no_weight_that_is_no_number_is_hidden(family: str, module: str, tmp_path: Path) -> None:
+    """By the softmax of scores or by caps: the engine then ends the reply with an error."""
+    folder = tiny.make(family, tmp_path)
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    tensors[f"model.layers.1.{module}.weight"][3, 5] = float("nan")
+    save_file(tensors, path, {"format": "pt"})
+    decoder = load_decoder(*open_decoder(folder), load_compiled_library(), 1)
+    slot = SlotAllocator(decoder.layout, 1 << 24).allocate(TOKENS)
+    assert np.isnan(decoder.run(Rows([RowChunk(slot, 0, text(0))], need_logits=True), 1)).all()
 
 
 def test_experts_of_sizes_it_is_not_written_for(folder_of: Callable[[str], Path]) -> None:

@@ -498,6 +498,16 @@ def test_experts_beside_no_shared_ones(tmp_path: Path) -> None:
     open_decoder(Twins(tmp_path, family, **overrides).write(**settings))
 
 
+@pytest.mark.parametrize("part", ["gate", "up"])
+def test_no_gate_that_is_no_number_is_clamped(part: str, tmp_path: Path) -> None:
+    family, overrides = SPECIAL["gpt-oss"]
+    twins = Twins(tmp_path, family, **overrides)
+    tensors = decoder_tensors(twins.folder)
+    kind, values = tensors[f"blk.1.ffn_{part}_exps.bias"]
+    tensors[f"blk.1.ffn_{part}_exps.bias"] = (kind, np.full_like(values, np.nan))
+    assert np.isnan(logits_of(decoder_of(write_gguf(twins.path, twins.metadata, tensors)), [20])).all()
+
+
 def test_more_experts_than_weights(tmp_path: Path) -> None:
     """Their names are never listed: a small file could claim millions."""
     family, overrides = SPECIAL["experts"]

@@ -151,7 +151,8 @@ static float weigh(float *scores, int64_t first, int64_t length, int64_t end, so
         store(scores + t, weights);
         total += weights;
     }
-    float shrink = exponential(all(so_far->max - peak))[0];
+    /* both may be -INFINITY, where no key has been seen */
+    float shrink = so_far->max == peak ? 1.0f : exponential(all(so_far->max - peak))[0];
     *so_far = (softmax){peak, so_far->total * shrink + sum(total)};
     return shrink;
 }

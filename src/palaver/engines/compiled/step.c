@@ -200,8 +200,8 @@ ALWAYS vec activated(int64_t activation, vec gate, vec up) {
         return gate / (1.0f + exponential(inner * -2.0f)) * up;
     }
     if (activation == CLAMPED_SWIGLU) {
-        gate = smaller(gate, all(SWIGLU_LIMIT));
-        up = smaller(larger(up, all(-SWIGLU_LIMIT)), all(SWIGLU_LIMIT));
+        gate = smaller(all(SWIGLU_LIMIT), gate);
+        up = smaller(all(SWIGLU_LIMIT), larger(all(-SWIGLU_LIMIT), up));
         return gate / (1.0f + exponential(gate * -SWIGLU_ALPHA)) * (up + 1.0f);
     }
     return gate / (1.0f + exponential(-gate)) * up;

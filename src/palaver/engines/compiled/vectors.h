@@ -24,6 +24,7 @@ ALWAYS vec load(const float *from) { return *(const loose *)from; }
 ALWAYS void store(float *to, vec x) { *(loose *)to = x; }
 
 ALWAYS vec either(ints which, vec yes, vec no) { return (vec)(((ints)yes & which) | ((ints)no & ~which)); }
+/* b where one of them is no number. */
 ALWAYS vec larger(vec a, vec b) { return either(a > b, a, b); }
 ALWAYS vec smaller(vec a, vec b) { return either(a < b, a, b); }
 
@@ -74,9 +75,9 @@ ALWAYS float largest(vec a) {
     return most;
 }
 
-/* e to the x, to about one unit in the last place. */
+/* e to the x, to about one unit in the last place; NaN of NaN. */
 ALWAYS vec exponential(vec x) {
-    x = smaller(larger(x, all(-87.0f)), all(88.0f));
+    x = smaller(all(88.0f), larger(all(-87.0f), x));
     const float magic = 12582912.0f; /* added and taken off again, it rounds */
     vec n = (x * 1.44269504088896341f + magic) - magic;
     vec r = x - n * 0.693359375f - n * -2.12194440e-4f;
