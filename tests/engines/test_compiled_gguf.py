@@ -284,6 +284,24 @@ def test_in_doubt_special_layers_are_left_to_llama_cpp(case: str, tmp_path: Path
         open_decoder(twins.write(**settings))
 
 
+@pytest.mark.parametrize("window", [None, 0])
+@pytest.mark.parametrize("name", ["gemma2", "gemma3", "gpt-oss"])
+def test_windows_of_no_size(name: str, window: int | None, tmp_path: Path) -> None:
+    """llama.cpp takes the window of Gemma 2 where a file has none."""
+    family, overrides = SPECIAL[name]
+    twins = Twins(tmp_path, family, **overrides)
+    setting = f"{name}.attention.sliding_window"
+    metadata = {key: value for key, value in twins.metadata.items() if key != setting}
+    file = write_gguf(
+        twins.path, metadata if window is None else metadata | {setting: window}, decoder_tensors(twins.folder)
+    )
+    if name == "gemma2" and window is None:
+        assert open_decoder(file)[1].windows == (4096, 0, 4096, 0)
+        return
+    with pytest.raises(UnsupportedModel, match="windows of no size"):
+        open_decoder(file)
+
+
 def test_a_gemma_that_names_no_base_of_its_angles(tmp_path: Path) -> None:
     """As in Ollama's files, which name it otherwise: llama.cpp's default is none of the model's."""
     family, overrides = SPECIAL["gemma3"]

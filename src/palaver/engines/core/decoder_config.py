@@ -426,6 +426,7 @@ def _windows(family: Family, config: Mapping[str, Any], num_layers: int) -> tupl
     names = isinstance(kinds, list) and all(isinstance(kind, str) for kind in kinds)
     _require(kinds is None or names, "an unknown kind of attention")
     if not window and set(kinds or ()) <= {FULL_ATTENTION}:
+        _require(kinds is not None or not family.full_layers, "layers with windows of no size")
         return ()
     _require(type(window) is int and window > 0 and family.full_layers is not None, "a window of attention")
     _require(kinds is None or family.full_layers != 0, "an unknown kind of attention")
