@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import json
 import os
 import random
 import shutil
@@ -33,7 +34,7 @@ from palaver.engines.torch.devices import CPU, fit
 from palaver.engines.torch.engine import NO_COMPILER_HINT
 from palaver.engines.torch.loader import open_checkpoint, quiet
 from palaver.engines.torch.plain_decoder import PlainDecoder, compile_decoder
-from palaver.errors import CantCompile, DoesNotFit
+from palaver.errors import BrokenModel, CantCompile, DoesNotFit
 from palaver.generation import Prompt
 from palaver.sampling import Sampling
 from tests.engines import tiny
@@ -348,6 +349,20 @@ def test_no_weight_that_is_no_number_is_hidden(family: str, module: str, tmp_pat
     decoder = load_decoder(*open_decoder(folder), load_compiled_library(), 1)
     slot = SlotAllocator(decoder.layout, 1 << 24).allocate(TOKENS)
     assert np.isnan(decoder.run(Rows([RowChunk(slot, 0, text(0))], need_logits=True), 1)).all()
+
+
+def test_a_tensor_that_is_not_as_long_as_its_header_says(folder_of: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(folder_of("qwen3"), folder)
+    path = folder / "model.safetensors"
+    data = path.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size])
+    header["model.layers.1.mlp.up_proj.weight"]["dtype"] = "F16"
+    changed = json.dumps(header).encode()
+    path.write_bytes(len(changed).to_bytes(8, "little") + changed + data[8 + size :])
+    with pytest.raises(BrokenModel, match="not as long as its header says"):
+        load_decoder(*open_decoder(folder), load_compiled_library(), 1)
 
 
 def test_experts_of_sizes_it_is_not_written_for(folder_of: Callable[[str], Path]) -> None:

@@ -215,12 +215,12 @@ class _TensorReader:
 
 def read_tensor(tensor: StoredTensor) -> Weight:
     """The tensor in its file, which is mapped and not read."""
+    kind = FLOAT_ARRAYS.get(tensor.dtype)
     try:
         data = np.memmap(tensor.path, np.uint8, "r", tensor.offset, tensor.nbytes)
+        array = data.reshape(*tensor.shape[:-1], -1) if kind is None else data.view(kind).reshape(tensor.shape)
     except (OSError, ValueError) as error:
         raise BrokenModel(f"A tensor in {str(tensor.path)!r} is not as long as its header says.") from error
-    kind = FLOAT_ARRAYS.get(tensor.dtype)
-    array = data.reshape(*tensor.shape[:-1], -1) if kind is None else data.view(kind).reshape(tensor.shape)
     return Weight(_unpair(array, tensor.paired_heads) if tensor.paired_heads else array, tensor.dtype)
 
 
