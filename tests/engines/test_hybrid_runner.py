@@ -89,11 +89,26 @@ class ModelCalls:
         self.shapes.append(tuple(kwargs["input_ids"].shape))
 
 
+def wait_for_requests(engine: TorchEngine, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first step comes when so many requests are there."""
+    scheduler = engine._scheduler
+    step, started = scheduler.step, False
+
+    def step_with_all() -> None:
+        nonlocal started
+        started = started or sum(scheduler.counts) == count
+        if started:
+            step()
+
+    monkeypatch.setattr(scheduler, "step", step_with_all)
+
+
 @pytest.mark.parametrize("family", [*HYBRID, *OTHERS])
 async def test_eight_replies_at_once_are_those_of_the_library(
-    family: str, folder_of: Callable[[str], Path], oracle_of: OracleOf
+    family: str, folder_of: Callable[[str], Path], oracle_of: OracleOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, oracle = loaded(family, folder_of), oracle_of(family)
+    wait_for_requests(engine, len(PROMPTS), monkeypatch)
     assert engine.info.exactness == BY_BATCH
     assert engine.info.reuse == "snapshots"
     calls = ModelCalls(engine)
