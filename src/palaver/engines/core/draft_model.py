@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from palaver.engines.core.generation import LocalGeneration
 from palaver.engines.core.kv_cache import common_prefix_length
@@ -12,7 +13,8 @@ from palaver.engines.core.logits_processor import LogitsProcessor
 from palaver.engines.core.prefix_cache import CacheStatistics
 from palaver.engines.core.reply_state import ReplyState
 from palaver.engines.core.request import SequenceState
-from palaver.engines.core.runner import HEADROOM, Runner
+from palaver.engines.core.runner import HEADROOM, AheadPass, Runner
+from palaver.engines.core.sampler import Logits
 from palaver.errors import CacheFull, PalaverError
 from palaver.generation import Prompt
 from palaver.sampling import Sampling
@@ -64,19 +66,20 @@ class RunnerDraftModel:
         """Drafts of at most so many tokens. Empty where more than a chunk of earlier tokens is still to be computed."""
         wanted = {one: length for one, length in zip(sequences, lengths, strict=True) if length > 0}
         drafts: dict[SequenceState, list[int]] = {one: [] for one in sequences}
-        drafting = [one for one in wanted if self._follows(one)]
-        while drafting:
-            likeliest = self._compute(drafting)
-            drafting = []
-            for one, token_id in likeliest.items():
-                text = self._texts[one]
-                if text is None or token_id >= self._shared_tokens:
-                    continue
-                text.own.token_ids.append(token_id)
+        following, logits = self._compute([one for one in wanted if self._follows(one)])
+        for number in range(1, max(wanted.values(), default=0) + 1):
+            if logits is None:
+                break
+            ahead = self._ahead(following) if number < max(wanted[one] for one in following) else None
+            tokens = self._sample(following, logits, ahead)
+            for one, token_id in tokens.items():
                 drafts[one].append(token_id)
-                if len(drafts[one]) < wanted[one]:
-                    drafting.append(one)
-        return [drafts[one] for one in sequences]
+            following = [one for one in following if one in tokens]
+            if ahead is None or ahead.logits is None:
+                following, logits = self._compute([one for one in following if number < wanted[one]])
+            else:
+                logits = None if ahead.dropped else ahead.logits
+        return [self._shared(drafts[one])[: wanted.get(one, 0)] for one in sequences]
 
     def release(self, sequence: SequenceState) -> None:
         text = self._texts.pop(sequence, None)
@@ -111,28 +114,48 @@ class RunnerDraftModel:
             return None
         return _Text(own, len(ids))
 
-    def _compute(self, sequences: Sequence[SequenceState]) -> dict[SequenceState, int]:
-        """Computes the next tokens of each, at most a chunk. Returns the likeliest one behind those that it has all
-        tokens of."""
-        texts = {one: text for one in sequences if (text := self._texts[one]) is not None}
-        if not texts:
-            return {}
-        own = [text.own for text in texts.values()]
+    def _compute(self, sequences: Sequence[SequenceState]) -> tuple[list[SequenceState], Logits | None]:
+        """Computes the next tokens of each, at most a chunk. Returns those that it has all tokens of, and their
+        logits."""
+        if not sequences:
+            return [], None
+        own = [self._own(one) for one in sequences]
         counts = [min(CHUNK, one.pending_tokens, self._runner.max_chunk(one) or CHUNK) for one in own]
         try:
             logits = self._runner.run(own, counts)
         except CacheFull:
-            self._drop(list(texts)[-1])
-            return self._compute(list(texts)[:-1])
+            self._drop(sequences[-1])
+            return self._compute(sequences[:-1])
         rows = [row for row, one in enumerate(own) if not one.pending_tokens]
         if not rows:
-            return {}
-        logits = logits if len(rows) == len(own) else logits.select(rows)
-        steps = logits.sample([own[row].processor for row in rows])
-        ended = [list(texts)[row] for row in rows]
-        return {
-            one: step.token_id for one, step in zip(ended, steps, strict=True) if not isinstance(step, PalaverError)
-        }
+            return [], None
+        return [sequences[row] for row in rows], logits if len(rows) == len(own) else logits.select(rows)
+
+    def _sample(
+        self, sequences: Sequence[SequenceState], logits: Logits, ahead: AheadPass | None
+    ) -> dict[SequenceState, int]:
+        """The likeliest next token of each, which its text goes on with."""
+        steps = logits.sample([self._own(one).processor for one in sequences], ahead)
+        found = {}
+        for one, step in zip(sequences, steps, strict=True):
+            if not isinstance(step, PalaverError):
+                found[one] = step.token_id
+                self._own(one).token_ids.append(step.token_id)
+        return found
+
+    def _shared(self, draft: list[int]) -> list[int]:
+        """Up to the first token that the large model lacks."""
+        return list(takewhile(lambda token_id: token_id < self._shared_tokens, draft))
+
+    def _ahead(self, sequences: Sequence[SequenceState]) -> AheadPass | None:
+        """The pass over the next token of each, where the runner starts it before the host has read them."""
+        run_ahead = self._runner.run_ahead
+        return None if run_ahead is None else AheadPass(run_ahead, [self._own(one) for one in sequences], [])
+
+    def _own(self, sequence: SequenceState) -> SequenceState:
+        text = self._texts[sequence]
+        assert text is not None
+        return text.own
 
     def _drop(self, sequence: SequenceState) -> None:
         """There is no room for it: it gets no drafts any more."""

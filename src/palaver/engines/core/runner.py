@@ -14,11 +14,16 @@ from palaver.engines.core.prefix_cache import CacheStatistics, PrefixCache
 from palaver.engines.core.request import SequenceState
 from palaver.engines.core.sampler import Logits
 from palaver.engines.machine import usable_cores
+from palaver.errors import EngineError, PalaverError
 
 SMALL_MODEL = 256 << 20
 """Bytes of float32 weights up to which more threads cost more than they gain."""
 LARGE_PASS_PAIRS = 40_000
 """Pairs of a query and a key from which more threads gain more than their synchronisation costs."""
+
+
+FATAL_ERRORS = ("AcceleratorError",)
+"""Names of errors after which the device is unusable. By name, because not every version of torch has them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +48,14 @@ class ThreadCounts:
 
 class UnsupportedModel(Exception):
     """A runner can't run this model."""
+
+
+def as_engine_error(error: Exception) -> PalaverError:
+    if isinstance(error, PalaverError):
+        return error
+    if type(error).__name__ in FATAL_ERRORS:
+        raise error
+    return EngineError(f"The engine failed on this request ({type(error).__name__}: {error}).")
 
 
 class PassInterrupted(Exception):
@@ -81,6 +94,42 @@ ResumeCached: TypeAlias = Callable[[Sequence[SequenceState], Sequence[Logits]], 
 `run_ahead` then goes on from their tokens as from those of a pass. The next pass may overwrite them. Call it only while
 no pass runs ahead.
 """
+
+
+class AheadPass:
+    """A pass that the runner starts with tokens that the host has not read yet."""
+
+    def __init__(
+        self, run_ahead: RunAhead, sequences: list[SequenceState], prompts: list[tuple[SequenceState, int]]
+    ) -> None:
+        """`prompts`: other sequences in the same pass, each with a number of tokens that the host knows."""
+        self._run_ahead = run_ahead
+        self._continued = sequences
+        self.prompts = prompts
+        self.sequences = [*sequences, *(sequence for sequence, _ in prompts)]
+        """One for each row of the logits."""
+        self.logits: Logits | None = None
+        """None until the pass is started, and where it can't be."""
+        self.dropped: set[int] = set()
+        """Rows that were computed with another token than the sequence has."""
+        self.began = 0.0
+        """When the host had read the tokens of the pass before: passes take as long as from then to the next time."""
+
+    def start(self, tokens: object) -> None:
+        """Best effort: what can't run ahead is computed when its tokens are known."""
+        try:
+            self.logits = self._run_ahead(self._continued, tokens, self.prompts)
+        except Exception as error:
+            as_engine_error(error)
+
+    def drop(self, row: int) -> None:
+        if self.logits is not None and row not in self.dropped:
+            self.dropped.add(row)
+            self.sequences[row].computed_tokens -= 1
+
+    def drop_all(self) -> None:
+        for row in range(len(self._continued)):
+            self.drop(row)
 
 
 class DraftModel(Protocol):

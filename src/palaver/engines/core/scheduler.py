@@ -12,16 +12,14 @@ from typing import NamedTuple
 
 from palaver.engines.core.generation import LocalGeneration, Outbox
 from palaver.engines.core.request import RequestQueue, SequenceState, split_prefill_budget
-from palaver.engines.core.runner import PassInterrupted, RunAhead, Runner, VerifyDrafts
+from palaver.engines.core.runner import AheadPass, PassInterrupted, Runner, VerifyDrafts, as_engine_error
 from palaver.engines.core.sampler import Logits, SampledStep
 from palaver.engines.core.speculation import MAX_ROWS, OPENING_TOKENS, DraftLookup, PassCosts, ReplyOpenings
-from palaver.errors import CacheFull, EngineError, PalaverError
+from palaver.errors import CacheFull, PalaverError
 from palaver.generation import AnswerRequested, Ended, Finish, Prefilled
 
 _log = logging.getLogger(__name__)
 
-FATAL_ERRORS = ("AcceleratorError",)
-"""Names of errors after which the device is unusable. By name, because not every version of torch has them."""
 IDLE_CHUNKS = 4
 """Chunks of prompts computed in one step if no reply is decoding."""
 RESTORE_TOKENS = 256
@@ -57,7 +55,7 @@ class Scheduler:
         """Waiting sequences whose reply state is still being replayed."""
         self._ended: list[SequenceState] = []
         """Sequences that ended in this step: their readers know it before what they computed is cached."""
-        self._ahead: _AheadPass | None = None
+        self._ahead: AheadPass | None = None
         """The pass that runs already, where the runner runs ahead."""
         self._pass_costs = PassCosts(waits_for_host=runner.run_ahead is not None)
         self._openings = ReplyOpenings()
@@ -444,7 +442,7 @@ class Scheduler:
             elif one.sequence in by_model:
                 one.sequence.model_drafts.record(len(one.draft), count)
 
-    def _decode_ahead(self, ahead: _AheadPass) -> bool:
+    def _decode_ahead(self, ahead: AheadPass) -> bool:
         """Samples the next tokens of those sequences of a pass that still run. Returns whether there are any."""
         for sequence, _ in ahead.prompts:
             if self._running.get(sequence.generation) is sequence:
@@ -473,7 +471,7 @@ class Scheduler:
         if self._runner.run_ahead is not None and not (may_draft and self._expects_drafts(sequences)):
             prompts = self._share_pass(sequences)
             if prompts or (prompts is not None and not all(s.processor.reply.at_limit for s in sequences)):
-                ahead = self._ahead = _AheadPass(self._runner.run_ahead, sequences, prompts)
+                ahead = self._ahead = AheadPass(self._runner.run_ahead, sequences, prompts)
         for sequence, step in zip(sequences, _sample(logits, sequences, ahead), strict=True):
             self._emit(sequence, step)
         if ahead is not None:
@@ -615,42 +613,6 @@ def _try_to_cache(cache: Callable[[], None]) -> None:
         _log.warning("Could not keep what was computed: %s", as_engine_error(error))
 
 
-class _AheadPass:
-    """A pass that the runner starts with tokens that the host has not read yet."""
-
-    def __init__(
-        self, run_ahead: RunAhead, sequences: list[SequenceState], prompts: list[tuple[SequenceState, int]]
-    ) -> None:
-        """`prompts`: other sequences in the same pass, each with a number of tokens that the host knows."""
-        self._run_ahead = run_ahead
-        self._continued = sequences
-        self.prompts = prompts
-        self.sequences = [*sequences, *(sequence for sequence, _ in prompts)]
-        """One for each row of the logits."""
-        self.logits: Logits | None = None
-        """None until the pass is started, and where it can't be."""
-        self.dropped: set[int] = set()
-        """Rows that were computed with another token than the sequence has."""
-        self.began = 0.0
-        """When the host had read the tokens of the pass before: passes take as long as from then to the next time."""
-
-    def start(self, tokens: object) -> None:
-        """Best effort: what can't run ahead is computed when its tokens are known."""
-        try:
-            self.logits = self._run_ahead(self._continued, tokens, self.prompts)
-        except Exception as error:
-            as_engine_error(error)
-
-    def drop(self, row: int) -> None:
-        if self.logits is not None and row not in self.dropped:
-            self.dropped.add(row)
-            self.sequences[row].computed_tokens -= 1
-
-    def drop_all(self) -> None:
-        for row in range(len(self._continued)):
-            self.drop(row)
-
-
 @dataclass(frozen=True, slots=True)
 class _Verified:
     """A sequence whose draft was computed: its rows of the logits begin at `first_row`."""
@@ -705,7 +667,7 @@ def _sample_verified(logits: Logits, verified: Sequence[_Verified], accepted: in
     return [step for step in steps if step is not None]
 
 
-def _sample(logits: Logits, sequences: list[SequenceState], ahead: _AheadPass | None = None) -> Sequence[SampledStep]:
+def _sample(logits: Logits, sequences: list[SequenceState], ahead: AheadPass | None = None) -> Sequence[SampledStep]:
     """The next token of each sequence. If sampling fails for the batch, each row is tried alone."""
     try:
         processors = [sequence.processor for sequence in sequences]
@@ -716,11 +678,3 @@ def _sample(logits: Logits, sequences: list[SequenceState], ahead: _AheadPass | 
         if len(sequences) == 1:
             return [as_engine_error(error)]
         return [step for row, sequence in enumerate(sequences) for step in _sample(logits.row(row), [sequence])]
-
-
-def as_engine_error(error: Exception) -> PalaverError:
-    if isinstance(error, PalaverError):
-        return error
-    if type(error).__name__ in FATAL_ERRORS:
-        raise error
-    return EngineError(f"The engine failed on this request ({type(error).__name__}: {error}).")

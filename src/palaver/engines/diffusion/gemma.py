@@ -22,7 +22,8 @@ from transformers import LogitsProcessorList, PreTrainedModel
 from palaver.engines.core.checkpoint import Checkpoint
 from palaver.engines.core.generation import LocalGeneration, Outbox
 from palaver.engines.core.rng import uniform
-from palaver.engines.core.scheduler import SchedulerLimits, as_engine_error
+from palaver.engines.core.runner import as_engine_error
+from palaver.engines.core.scheduler import SchedulerLimits
 from palaver.engines.diffusion.block import STREAM, Block, BlockRules, make_step
 from palaver.engines.diffusion.config import DiffusionConfig, Visibility
 from palaver.engines.diffusion.scheduler import DenoisingSequence, DiffusionScheduler

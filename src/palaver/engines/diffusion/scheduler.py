@@ -20,7 +20,8 @@ from torch import Tensor
 from palaver.engines.core.generation import LocalGeneration, Outbox
 from palaver.engines.core.reply_state import ReplyState
 from palaver.engines.core.request import RequestQueue
-from palaver.engines.core.scheduler import SchedulerLimits, as_engine_error
+from palaver.engines.core.runner import as_engine_error
+from palaver.engines.core.scheduler import SchedulerLimits
 from palaver.engines.diffusion.block import Block, BlockRules
 from palaver.engines.diffusion.config import DiffusionConfig, Visibility
 from palaver.engines.diffusion.context_cache import CHUNK, CachedContext, ContextCache
