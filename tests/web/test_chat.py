@@ -442,6 +442,13 @@ def test_a_full_context_is_a_choice(page: Page, tmp_path: Path, built: None) -> 
         field = page.get_by_label("Message", exact=True)
         expect(field).to_have_value("b" * 150)
         field.press("Enter")
+        expect(dialog).to_be_visible()
+        page.evaluate("location.hash = ''")  # as the browser's own buttons do
+        expect(page.locator("article.user")).to_have_count(0)
+        expect(dialog).to_have_count(0)
+        page.go_back()
+        expect(field).to_have_value("b" * 150)
+        field.press("Enter")
         dialog.get_by_role("button", name="Drop the oldest messages").click()
         expect(replies(page)).to_have_count(2)
         ended(page)

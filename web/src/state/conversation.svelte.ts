@@ -168,6 +168,7 @@ export class Conversation {
 
   close(): void {
     this.#closed = true
+    this.overflow?.choose(null) // its question is gone from the screen
     for (const timer of this.#timers) clearTimeout(timer)
     for (const [id, turn] of this.turns) this.stream.unsubscribe(id, turn)
   }
