@@ -198,6 +198,24 @@ def test_what_another_client_says_is_followed(
     ended(page)
 
 
+def test_a_message_is_shown_on_its_branch_though_another_is_chosen_while_it_is_sent(page: Page, quick: Served) -> None:
+    page.goto(quick.url)
+    ask(page, "First")
+    ended(page)
+    last_reply(page).get_by_role("button", name="Retry").click()
+    expect(last_reply(page).get_by_label("Version 2 of 2")).to_be_visible()
+    second = message_id(ended(page))
+    go_on = hold(page, "**/say", "POST")
+    with page.expect_request("**/say"):
+        ask(page, "More")
+    page.get_by_role("button", name="Previous version").click()
+    expect(last_reply(page).get_by_label("Version 1 of 2")).to_be_visible()
+    go_on()
+    expect(page.locator("article.user")).to_have_text(["First", "More"])
+    ended(page)
+    assert message_id(replies(page).first) == second
+
+
 def test_two_tabs_that_edit_make_two_branches(
     page: Page, context: BrowserContext, sprout: Served, api: httpx.Client
 ) -> None:

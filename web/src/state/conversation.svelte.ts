@@ -252,16 +252,18 @@ export class Conversation {
     const done = await this.#write(async () => {
       await this.#changing
       const comparing = compareMode.get(this.id)
+      const parent = this.leaf
       if (comparing && role === 'user') {
-        await this.#compare({ parent: this.leaf, message: { role, parts } }, comparing, key)
+        await this.#compare({ parent, message: { role, parts } }, comparing, key)
         sent = true
         return
       }
-      const result = await this.#sendMessage({ parent: this.leaf, message: { role, parts } }, key)
+      const result = await this.#sendMessage({ parent, message: { role, parts } }, key)
       if (!result) return
       sent = true
       this.pending = null
-      await this.#moveTo(result.reply.id, [...this.path, result.message, result.reply])
+      const isShown = this.leaf === parent // else another branch was chosen meanwhile
+      await this.#moveTo(result.reply.id, isShown ? [...this.path, result.message, result.reply] : null)
     })
     this.pending = null
     return done && sent
