@@ -216,6 +216,25 @@ def test_a_message_is_shown_on_its_branch_though_another_is_chosen_while_it_is_s
     assert message_id(replies(page).first) == second
 
 
+def test_what_is_said_while_a_conversation_is_opened_is_shown(page: Page, endless: Served) -> None:
+    page.goto(endless.url)
+    ask(page, "First")
+    page.get_by_role("button", name="Stop", exact=True).click()
+    ended(page, "stopped")
+    other = page.context.new_page()
+    go_on = hold(other, "**/path", "GET")
+    with other.expect_request("**/path"):
+        other.goto(page.url)
+    with other.expect_response("**/api/conversations?*"):  # as it hears of a change, it loads the list
+        ask(page, "Second")
+        ended(page, "running")
+    go_on()
+    expect(other.locator("article.user")).to_have_text(["First", "Second"])
+    ended(other, "running")
+    page.get_by_role("button", name="Stop", exact=True).click()
+    ended(other, "stopped")
+
+
 def test_two_tabs_that_edit_make_two_branches(
     page: Page, context: BrowserContext, sprout: Served, api: httpx.Client
 ) -> None:

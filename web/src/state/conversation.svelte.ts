@@ -160,6 +160,7 @@ export class Conversation {
       if (leaf !== cursor.message_id) await this.#moveCursor(leaf)
       this.loaded = true
       this.missing = false
+      this.#refreshIfStale()
     } catch (error) {
       if (error instanceof ApiError && error.status === 404) await this.#handleMissing()
       else if (!this.#closed) this.#retryLater(() => void this.open(at))
@@ -192,6 +193,7 @@ export class Conversation {
     if (this.#closed) return
     if (!this.loaded) {
       if (this.missing) void this.open() // it may have been restored
+      else this.#stale = true // what is being loaded may be older than the change
       return
     }
     for (const column of this.columns) column.refresh()
