@@ -39,6 +39,38 @@ def test_queued_messages_are_sent_one_by_one_as_replies_end(page: Page, quick: S
     assert [text_of(one) for one in path if one["role"] == "user"] == ["First", "Second", "Third"]
 
 
+def test_two_tabs_send_a_queue_in_its_order(page: Page, quick: Served) -> None:
+    """One waits while the other sends a message, and until it shows that message."""
+    page.goto(quick.url)
+    go_on = hold(page, "**/api/events", "POST")
+    ask(page, "First")
+    expect(last_reply(page)).to_have_attribute("data-status", "running")
+    ask(page, "Second")
+    ask(page, "Third")
+    other = page.context.new_page()
+    send = hold(other, "**/say", "POST")
+    with other.expect_request("**/say"):
+        other.goto(page.url)
+    refresh = hold(page, "**/nodes", "GET")
+    sent: list[str] = []
+    page.on("request", lambda one: sent.append(one.url) if one.url.endswith("/say") else None)
+    go_on()
+    ended(page)
+    page.wait_for_timeout(500)
+    assert not sent
+    hear = hold(other, "**/api/events", "POST")
+    send()
+    expect(other.locator("article.user")).to_have_text(["First", "Second"])
+    page.wait_for_function("() => !JSON.stringify(localStorage).includes('Second')")
+    page.wait_for_timeout(500)
+    assert not sent
+    refresh()
+    hear()
+    for tab in (page, other):
+        expect(tab.locator("article.user")).to_have_text(["First", "Second", "Third"])
+        ended(tab)
+
+
 def test_a_queue_survives_a_reload_and_waits_where_a_reply_was_stopped(page: Page, endless: Served) -> None:
     page.goto(endless.url)
     ask(page, "Well?")

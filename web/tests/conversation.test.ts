@@ -148,7 +148,7 @@ describe('the open conversation', () => {
     const comparing = { blind: false, columns: [{ parameters: {} }, { parameters: { temperature: 0 } }] }
     compareMode.start('c', comparing)
     expect(compareMode.get('another')).toBe(null)
-    expect(await conversation.send([{ type: 'text', text: 'a' }], 'key')).toBe(true)
+    expect(await conversation.send([{ type: 'text', text: 'a' }], 'key')).toBe('question')
     compareMode.stop(comparing)
     expect(compareMode.get('c')).toBe(null)
     expect(server.requests.find((one) => one.path.endsWith('/compare'))?.key).toBe('key')
@@ -190,7 +190,7 @@ describe('the open conversation', () => {
     const saying = conversation.send([{ type: 'text', text: 'hi' }], 'key')
     expect(conversation.pending?.key).toBe('key')
     conversation.handleChange(change('question')) // own changes are received, too, possibly before the response
-    expect(await saying).toBe(true)
+    expect(await saying).toBe('question')
     await settled()
     expect(ids(conversation)).toEqual(['a', 'question', 'reply'])
     expect(conversation.pending).toBe(null)
@@ -228,12 +228,12 @@ describe('the open conversation', () => {
     await settled()
     expect(conversation.overflow).toMatchObject({ tokens: 400, limit: 300 })
     conversation.overflow?.choose(null)
-    expect(await back).toBe(false)
+    expect(await back).toBe(null)
     expect(conversation.overflow).toBe(null)
     const always = conversation.send(parts, 'key')
     await settled()
     conversation.overflow?.choose('always')
-    expect(await always).toBe(true)
+    expect(await always).toBe('question')
     expect(ids(conversation)).toEqual(['a', 'question', 'reply'])
     expect(server.requests.find((one) => one.method === 'PATCH')?.body).toEqual({ parameters: { overflow: 'shorten' } })
     expect(server.requests.findLast((one) => one.path.endsWith('/say'))?.body).toMatchObject({ parameters: { overflow: 'shorten' } })
@@ -244,10 +244,10 @@ describe('the open conversation', () => {
     server.cursor = 'a'
     const conversation = await openConversation()
     server.gone = true
-    expect(await conversation.send([{ type: 'text', text: 'hi' }], 'key')).toBe(false)
+    expect(await conversation.send([{ type: 'text', text: 'hi' }], 'key')).toBe(null)
     expect(notices.all.map((one) => one.lines[0]?.text)).toEqual(['gone'])
     server.gone = false
-    expect(await conversation.send([{ type: 'text', text: 'hi' }], 'key')).toBe(true)
+    expect(await conversation.send([{ type: 'text', text: 'hi' }], 'key')).toBe('question')
     expect(notices.all).toEqual([])
   })
 

@@ -248,27 +248,27 @@ export class Conversation {
 
   // Actions of the user
 
-  async send(parts: Part[], key: string, role: 'user' | 'tool' = 'user'): Promise<boolean> {
+  /** Sends a message behind the branch. Returns its id, or null if it was not sent. */
+  async send(parts: Part[], key: string, role: 'user' | 'tool' = 'user'): Promise<string | null> {
     this.pending = { parts, key }
-    let sent = false
+    let sent: string | null = null
     const done = await this.#write(async () => {
       await this.#changing
       const comparing = compareMode.get(this.id)
       const parent = this.leaf
       if (comparing && role === 'user') {
-        await this.#compare({ parent, message: { role, parts } }, comparing, key)
-        sent = true
+        sent = await this.#compare({ parent, message: { role, parts } }, comparing, key)
         return
       }
       const result = await this.#sendMessage({ parent, message: { role, parts } }, key)
       if (!result) return
-      sent = true
+      sent = result.message.id
       this.pending = null
       const isShown = this.leaf === parent // else another branch was chosen meanwhile
       await this.#moveTo(result.reply.id, isShown ? [...this.path, result.message, result.reply] : null)
     })
     this.pending = null
-    return done && sent
+    return done ? sent : null
   }
 
   /** Creates another reply to the same message. */
@@ -277,7 +277,7 @@ export class Conversation {
       if (reply.parent_id === null) return
       await this.#changing
       const comparing = compareMode.get(this.id)
-      if (comparing) return this.#compare({ parent: reply.parent_id, message: null }, comparing, newKey())
+      if (comparing) return void (await this.#compare({ parent: reply.parent_id, message: null }, comparing, newKey()))
       await this.#moveTo((await api.createReply(this.id, reply.parent_id, newKey())).id)
     })
   }
@@ -394,13 +394,15 @@ export class Conversation {
     }
   }
 
-  async #compare(request: Pick<api.CompareRequest, 'parent' | 'message'>, settings: CompareSettings, key: string): Promise<void> {
+  /** Starts a comparison. Returns the id of the message that is replied to. */
+  async #compare(request: Pick<api.CompareRequest, 'parent' | 'message'>, settings: CompareSettings, key: string): Promise<string> {
     const { columns, blind } = settings
     const created = await api.startComparison(this.id, { ...request, columns, blind }, key).catch(async (error: unknown) => {
       throw await this.#explainRefusal(error, request.message?.parts ?? [], settings)
     })
     this.comparisons = [...this.comparisons.filter((one) => one.id !== created.id), created]
     await this.#moveTo(created.parent_id)
+    return created.parent_id
   }
 
   /** A message that a model of a comparison can't take: names the model, and offers to stop comparing. */

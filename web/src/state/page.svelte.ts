@@ -16,9 +16,9 @@ import { user } from './user.svelte'
 
 const RELOAD_MS = 2000 // after that a page that was to be loaded again is still there: the user has stayed, to keep an edit
 
-/** Whether a message was sent, and the conversation it belongs to. A failed message becomes a draft of that conversation. */
+/** A message that was sent: its id. One that was not, null, becomes a draft of the conversation it belongs to. */
 export interface SendResult {
-  sent: boolean
+  sent: string | null
   home: string | null
 }
 
@@ -87,7 +87,7 @@ class Page {
       id = (await api.createConversation(request, `${key} conversation`)).id
     } catch (error) {
       notices.showError(error)
-      return { sent: false, home: null }
+      return { sent: null, home: null }
     }
     onCreate(id)
     compareMode.move(null, id)
@@ -100,7 +100,7 @@ class Page {
       await this.#show(null)
       route.replace(null)
     }
-    return { sent: false, home: null }
+    return { sent: null, home: null }
   }
 
   /** Opens the created conversation if the page still shows a new one. */

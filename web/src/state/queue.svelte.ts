@@ -40,6 +40,12 @@ class Queue {
     this.#save(conversation, this.list(conversation).filter((one) => one.key !== key))
   }
 
+  /** A message was stored. What was queued behind the same message as it follows it, in tabs that do not show it yet, too. */
+  removeSent(conversation: string | null, { key, after }: QueuedMessage, id: string): void {
+    const others = this.list(conversation).filter((one) => one.key !== key)
+    this.#save(conversation, others.map((one) => ((one.behind ?? '') === after ? { ...one, behind: id } : one)))
+  }
+
   /** Another tab changed the browser's storage. */
   handleStorage(key: string | null): void {
     if (key === null || (user.name !== null && key.startsWith(PREFIX + user.key(QUEUES)))) this.#version += 1
