@@ -9,7 +9,7 @@ import pytest
 from playwright.sync_api import Browser, Page, expect
 
 from tests.web.conftest import Served
-from tests.web.screen import ask, ended, tab_to
+from tests.web.screen import ask, ended, hold, tab_to
 from tests.web.test_manners import axe_violations
 from tests.web.test_tools import press_on
 
@@ -141,10 +141,13 @@ def test_new_conversations_begin_with_the_defaults_in_every_browser(
     expect(dialog).to_have_count(0)
     context = browser.new_context(service_workers="block")
     other = context.new_page()
-    with other.expect_response("**/api/defaults"):
+    go_on = hold(other, "**/api/defaults", "GET")
+    with other.expect_request("**/api/defaults"):
         other.goto(sharing.url)
     with other.expect_request(lambda one: one.method == "POST" and one.url.endswith("/api/conversations")) as made:
         ask(other, "Hello")
+        expect(other.get_by_label("Message", exact=True)).to_have_value("Hello")  # it waits for them
+        go_on()
     assert '"system":"Be brief."' in (made.value.post_data or "")
     ended(other)
     context.close()
