@@ -280,8 +280,10 @@ def test_a_deleted_conversation_is_restored_where_it_is_open(page: Page, sprout:
     api.post(f"/api/conversations/{made}/undelete")
     expect(last_reply(page)).to_contain_text("assistant speaks")
     expect(deleted).to_have_count(0)
-    page.goto(f"{sprout.url}/#/c/nowhere")
-    expect(page.get_by_text("This conversation doesn’t exist.")).to_be_visible()
+    for id in ("nowhere", "%"):
+        page.goto(f"{sprout.url}/#/c/{id}")
+        page.reload()
+        expect(page.get_by_text("This conversation doesn’t exist.")).to_be_visible()
     expect(page.get_by_role("button", name="Restore", exact=True)).to_have_count(0)
 
 

@@ -23,8 +23,17 @@ class Route {
   #read(): void {
     const [path = '', query = ''] = location.hash.slice(1).split('?')
     const [, kind, id] = path.split('/')
-    this.conversation = kind === 'c' && id ? decodeURIComponent(id) : null
+    this.conversation = kind === 'c' && id ? decode(id) : null
     this.at = new URLSearchParams(query).get('at')
+  }
+}
+
+/** An address that is cut off or mistyped names a conversation that does not exist. */
+function decode(id: string): string {
+  try {
+    return decodeURIComponent(id)
+  } catch {
+    return id
   }
 }
 
