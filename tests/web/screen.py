@@ -9,6 +9,8 @@ from pathlib import Path
 
 from playwright.sync_api import Locator, Page, Route, expect
 
+from tests.web.conftest import PATIENCE
+
 
 def ask(page: Page, text: str) -> None:
     page.get_by_label("Message", exact=True).fill(text)
@@ -98,3 +100,12 @@ def hold(page: Page, url: str, method: str) -> Callable[[], None]:
 
     page.route(url, handle)
     return go_on
+
+
+def until(page: Page, is_so: Callable[[], bool]) -> None:
+    """Waits for what no element of the page shows."""
+    for _ in range(int(PATIENCE * 50)):
+        if is_so():
+            return
+        page.wait_for_timeout(20)
+    raise AssertionError("it never came to be so")

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import httpx
 import pytest
-from playwright.sync_api import Browser, Locator, Page, expect
+from playwright.sync_api import Browser, Locator, Page, Route, expect
 from pypdf import PdfReader
 
 from tests.web.conftest import PATIENCE, Served
-from tests.web.screen import act, ask, conversation, ended, keep_picture, last_reply
+from tests.web.screen import act, ask, conversation, ended, keep_picture, last_reply, until
 from tests.web.test_manners import axe_violations
 from tests.web.test_tools import approval, calls, open_conversation, press_on
 
@@ -307,6 +307,36 @@ def test_enter_opens_what_the_search_finds_first(page: Page, quick: Served, clie
     search.press("Enter")
     expect(page.get_by_text("Nothing found")).to_be_visible()
     assert page.url.endswith(imported)
+
+
+def test_enter_opens_nothing_else_while_the_list_is_loaded_again(
+    page: Page, quick: Served, client: httpx.Client
+) -> None:
+    titled = client.post("/api/conversations", json={"title": "Numbats of Dryandra"}).json()["id"]
+    client.post("/api/conversations", json={"title": "The newest of all"})
+    page.goto(quick.url)
+    expect(page.get_by_role("link", name="The newest of all")).to_be_visible()
+    lists = "**/api/conversations?*title=*"
+    search = page.get_by_label("Search conversations")
+    page.route(lists, lambda route: route.abort())
+    with page.expect_event("requestfailed"):
+        search.fill("numbats")
+        search.press("Enter")
+    page.wait_for_timeout(500)
+    assert "/c/" not in page.url
+    held: list[Route] = []
+    page.route(lists, lambda route: held.append(route))
+    search.press("Enter")
+    until(page, lambda: len(held) == 2)  # pinned ones and others
+    client.post("/api/conversations", json={"title": "Newer still"})
+    until(page, lambda: len(held) == 4)
+    for route in held[:2]:
+        route.continue_()
+    page.wait_for_timeout(500)
+    assert "/c/" not in page.url
+    for route in held[2:]:
+        route.continue_()
+    page.wait_for_url(f"**/c/{titled}")
 
 
 def test_a_long_title_has_the_width_of_the_sidebar(page: Page, quick: Served, client: httpx.Client) -> None:

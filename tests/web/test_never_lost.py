@@ -13,7 +13,7 @@ from playwright.sync_api import Browser, Dialog, FilePayload, Locator, Page, Rou
 from tests.web.conftest import ENDLESS_THOUGHT, PATIENCE, Served, text_of
 from tests.web.forked import HOLD
 from tests.web.proxy import Wire
-from tests.web.screen import answer, ask, conversation, ended, hold, last_reply, message_id, replies, thought
+from tests.web.screen import answer, ask, conversation, ended, hold, last_reply, message_id, replies, thought, until
 
 THOUGHT = " ".join(f"step {n}." for n in range(30))
 HELD_AT = "step 12."
@@ -159,9 +159,9 @@ def test_one_stream_for_a_tab_and_none_for_one_that_is_hidden(page: Page, served
     with Wire(served.port) as wire:
         page.goto(wire.url)
         ask_and_hold(page, served)
-        _until(page, lambda: wire.streams == 1)
+        until(page, lambda: wire.streams == 1)
         _see(page, "hidden")
-        _until(page, lambda: wire.streams == 0)
+        until(page, lambda: wire.streams == 0)
         _see(page, "visible")
         served.go_on()
         whole(served, page)
@@ -303,7 +303,7 @@ def test_a_reload_while_a_conversation_is_created_leaves_no_empty_one(page: Page
     before = count()
     page.evaluate("() => { const send = fetch; fetch = (...all) => send(...all).then(() => new Promise(() => {})) }")
     ask(page, "Tell me")
-    _until(page, lambda: count() == before + 1)
+    until(page, lambda: count() == before + 1)
     page.reload()
     whole(served, page)
     assert count() == before + 1
@@ -556,11 +556,3 @@ def _see(page: Page, state: str) -> None:
         }""",
         state,
     )
-
-
-def _until(page: Page, is_so) -> None:  # type: ignore[no-untyped-def]
-    for _ in range(int(PATIENCE * 50)):
-        if is_so():
-            return
-        page.wait_for_timeout(20)
-    raise AssertionError("it never came to be so")

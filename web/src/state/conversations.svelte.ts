@@ -22,6 +22,9 @@ class Conversations {
   #timer: ReturnType<typeof setTimeout> | undefined
   #searchTimer: ReturnType<typeof setTimeout> | undefined
   #requestNumber = 0
+  #newestLoad: Promise<void> = Promise.resolve()
+  /** The words for which the list was loaded. */
+  #listedQuery = ''
 
   /** Loads the list after a delay, once for several changes. */
   loadSoon(): void {
@@ -29,13 +32,20 @@ class Conversations {
     this.#timer = setTimeout(() => void this.load(), DELAY_MS)
   }
 
-  async load(): Promise<void> {
+  load(): Promise<void> {
+    this.#newestLoad = this.#load()
+    return this.#newestLoad
+  }
+
+  async #load(): Promise<void> {
     const number = ++this.#requestNumber
+    const { query } = this
     const count = Math.max(PAGE_SIZE, this.all.length)
     try {
       const pinned = this.deleted ? [] : api.listConversations({ ...this.#listQuery(MAX_PINNED), pinned: true })
       const [found, tags, pinnedNow] = await Promise.all([api.listConversations(this.#listQuery(count)), api.listTags(), pinned])
-      if (number !== this.#requestNumber) return
+      if (number !== this.#requestNumber) return this.#newestLoad
+      this.#listedQuery = query
       this.all = found
       this.pinned = pinnedNow
       this.tags = tags
@@ -70,10 +80,12 @@ class Conversations {
     this.#searchTimer = setTimeout(() => void this.#search(query), DELAY_MS)
   }
 
-  /** Completes the search for the current words. */
-  async finishSearch(): Promise<void> {
+  /** Completes the search for the current words. Returns whether the results are theirs: the server answered, and they are still the same. */
+  async finishSearch(): Promise<boolean> {
+    const { query } = this
     clearTimeout(this.#searchTimer)
-    await this.#search(this.query)
+    await this.#search(query)
+    return query === this.query && query === this.#listedQuery
   }
 
   /** Returns the ids of the deleted conversations. */
