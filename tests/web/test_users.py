@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import httpx
 import pytest
-from playwright.sync_api import Locator, Page, expect
+from playwright.sync_api import Locator, Page, Route, expect
 
 from palaver.store import open_store
 from tests.web.conftest import PATIENCE, Served
-from tests.web.screen import ask, ended, hold
+from tests.web.screen import ask, ended, hold, until
 from tests.web.test_never_lost import send_without_an_answer
 
 
@@ -123,6 +123,29 @@ def test_other_tabs_follow_a_sign_out_and_a_sign_in(page: Page, users: Users) ->
     other.reload()
     expect(message_field(other)).to_have_value("")
     expect(other.get_by_text("seen by alice")).to_have_count(0)
+
+
+def test_another_tab_follows_though_the_network_fails_just_then(page: Page, users: Users) -> None:
+    """Else it would show what is Alice's, and send it as Bob."""
+    page.goto(users.served.url)
+    users.sign_in(page, "alice")
+    other = page.context.new_page()
+    other.goto(users.served.url)
+    message_field(other).fill("draft of alice")
+    failed: list[str] = []
+
+    def fail(route: Route) -> None:
+        failed.append(route.request.url)
+        route.abort()
+
+    other.route("**/api/session", fail)
+    sign_out(page)
+    users.sign_in(page, "bob")
+    until(other, lambda: bool(failed))
+    other.unroute("**/api/session")
+    expect(message_field(other)).to_have_value("")
+    expect(other.get_by_role("button", name="Sign out")).to_be_visible()
+    assert users.count("bob") == 0
 
 
 def test_a_page_whose_key_ended_shows_the_next_user_nothing(page: Page, users: Users) -> None:

@@ -172,7 +172,7 @@ class Page {
   async #checkUser(): Promise<void> {
     if (user.name === null) return
     const session = await api.getSession().catch(() => null)
-    if (session && session.name !== user.name) this.#reload()
+    if (session?.name !== user.name) this.#reload() // also where it stays unknown: a request of this page may count for another user
   }
 
   /** Loads the page again, without what the user of this one has seen and written. */
