@@ -10,8 +10,8 @@ import httpx
 import pytest
 from playwright.sync_api import BrowserContext, Page, Route, expect
 
-from tests.web.conftest import Served, stored, text_of
-from tests.web.screen import act, answer, ask, conversation, ended, hold, last_reply, message_id, replies
+from tests.web.conftest import PATIENCE, Served, stored, text_of
+from tests.web.screen import act, answer, ask, conversation, ended, hold, last_reply, message_id, replies, until
 from tests.web.test_manners import axe_violations
 
 
@@ -214,6 +214,30 @@ def test_a_message_is_shown_on_its_branch_though_another_is_chosen_while_it_is_s
     expect(page.locator("article.user")).to_have_text(["First", "More"])
     ended(page)
     assert message_id(replies(page).first) == second
+
+
+def test_a_branch_that_grows_does_not_come_back_when_another_is_chosen(page: Page, quick: Served) -> None:
+    page.goto(quick.url)
+    ask(page, "First")
+    ended(page)
+    last_reply(page).get_by_role("button", name="Retry").click()
+    expect(last_reply(page).get_by_label("Version 2 of 2")).to_be_visible()
+    leaf = message_id(ended(page))
+    held: list[Route] = []
+    page.route("**/path", lambda route: route.continue_() if held else held.append(route))
+    message = {"role": "user", "parts": [{"type": "text", "text": "said elsewhere"}]}
+    say = f"{quick.url}/api/conversations/{conversation(page)}/say"
+    httpx.post(say, json={"parent": leaf, "message": message}, timeout=PATIENCE).raise_for_status()
+    until(page, lambda: bool(held))
+    version = last_reply(page).get_by_label("Version 1 of 2")
+    page.get_by_role("button", name="Previous version").click()
+    expect(version).to_be_visible()
+    with page.expect_response("**/path"):
+        held[0].continue_()
+    page.wait_for_timeout(500)
+    expect(page.locator("article.user")).to_have_text(["First"])
+    page.reload()
+    expect(version).to_be_visible()
 
 
 def test_what_is_said_while_a_conversation_is_opened_is_shown(page: Page, endless: Served) -> None:

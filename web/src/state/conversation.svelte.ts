@@ -56,6 +56,8 @@ export class Conversation {
   readonly columns = new SvelteSet<Conversation>()
   #writing = 0
   #stale = false
+  /** The number of the branch that was chosen last. */
+  #pathNumber = 0
   #changing: Promise<unknown> = Promise.resolve()
   #closed = false
   #refreshing: Promise<void> | null = null
@@ -235,8 +237,7 @@ export class Conversation {
     if (!hasGrown) return
     const to = leaf === null ? nodes.at(-1)!.id : (await api.getNewestLeaf(this.id, leaf)).id
     if (this.leaf !== leaf) return
-    await this.#loadPath(to)
-    await this.#moveCursor(to)
+    if (await this.#loadPath(to)) await this.#moveCursor(to)
   }
 
   #refreshIfStale(): void {
@@ -352,8 +353,7 @@ export class Conversation {
   async goTo(message: string): Promise<void> {
     await this.#write(async () => {
       const leaf = (await api.getNewestLeaf(this.id, message)).id ?? message
-      await this.#loadPath(leaf)
-      await this.#moveCursor(leaf)
+      if (await this.#loadPath(leaf)) await this.#moveCursor(leaf)
     })
   }
 
@@ -438,9 +438,9 @@ export class Conversation {
   }
 
   async #moveTo(leaf: string, path: Stored[] | null = null): Promise<void> {
+    if (path) this.#pathNumber += 1
     if (path) this.#display(path)
-    else await this.#loadPath(leaf)
-    await this.#moveCursor(leaf)
+    if (path || (await this.#loadPath(leaf))) await this.#moveCursor(leaf)
     this.tree = new Tree(await api.listNodes(this.id))
   }
 
@@ -448,9 +448,13 @@ export class Conversation {
     if (!this.isColumn) this.cursor = await api.moveCursor(this.id, tab.name, leaf)
   }
 
-  async #loadPath(leaf: string | null): Promise<void> {
+  /** Shows a branch. Returns false if another one was chosen while it was loaded. */
+  async #loadPath(leaf: string | null): Promise<boolean> {
+    const number = ++this.#pathNumber
     const path = leaf === null ? [] : await api.getPath(leaf)
+    if (number !== this.#pathNumber) return false
     if (!this.#closed) this.#display(path)
+    return true
   }
 
   #display(path: Stored[]): void {
