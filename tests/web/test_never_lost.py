@@ -223,7 +223,7 @@ def test_a_draft_of_a_closed_tab_is_kept_though_another_tab_has_sent_a_newer_one
     field = page.get_by_label("Message", exact=True)
     field.press("Enter")
     ended(page)
-    page.wait_for_function("localStorage.getItem('palaver.draft.new')?.includes('older')")
+    page.wait_for_function("() => localStorage.getItem('palaver.draft.new')?.includes('older')")
     closed.close()
     page.goto(served.url)
     expect(field).to_have_value("older")
@@ -281,7 +281,7 @@ def send_without_an_answer(page: Page, path: str, text: str) -> None:
         path,
     )
     ask(page, text)
-    page.wait_for_function("window.isLost")
+    page.wait_for_function("() => window.isLost")
 
 
 def test_a_first_message_survives_a_reload_before_its_conversation_exists(page: Page, served: Served) -> None:
