@@ -356,6 +356,33 @@ def test_a_message_of_a_closed_tab_is_sent_by_another(page: Page, served: Served
     whole(served, page)
 
 
+def test_a_message_of_a_closed_tab_that_was_stored_on_another_branch_is_not_sent_again(
+    page: Page, served: Served
+) -> None:
+    page.goto(served.url)
+    ask(page, "first")
+    ended(page)
+    closed = page.context.new_page()
+    closed.route("**/api/events", lambda route: route.abort())  # it does not see the branch of the other
+    closed.goto(page.url)
+    ended(closed)
+    ask(page, "second")
+    expect(replies(page)).to_have_count(2)
+    whole(served, page)
+    stored: list[str] = []
+    closed.route("**/say", lambda route: stored.append(route.fetch().text()))
+    ask(closed, "third")
+    until(closed, lambda: bool(stored))
+    closed.close()
+    expect(page.get_by_text("Not sent, because it belongs to another branch")).to_be_visible()
+    assert _roles(page, served) == ["user", "assistant"] * 3
+    page.get_by_role("button", name="Send now").click()
+    expect(page.locator("article.user .said")).to_have_text(["first", "second", "third"])
+    whole(served, page)
+    expect(page.get_by_role("alert")).to_have_count(0)
+    expect(page.get_by_label("Queued messages")).to_have_count(0)
+
+
 def _retry_and_queue(page: Page, served: Served) -> list[str]:
     """A message behind the second reply, which is held. The roles of the messages that are stored then."""
     served.hold()

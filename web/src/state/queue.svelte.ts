@@ -90,10 +90,13 @@ export function isSentElsewhere(message: QueuedMessage): boolean {
   return tab.isOpen(message.tab) && Date.now() - (message.since ?? 0) < SENDING_MS
 }
 
-/** Whether the message was written on this branch. On another one it is not sent by itself. */
-export function belongsTo(message: QueuedMessage, path: readonly Stored[]): boolean {
-  const leaf = message.after ?? message.behind
-  return !leaf || path.some((one) => one.id === leaf)
+/**
+ * Whether the message was written on this branch. On another one it is not sent by itself. One that the server may have is sent again
+ * in its own place only.
+ */
+export function belongsTo({ after, behind }: QueuedMessage, path: readonly Stored[]): boolean {
+  if (after !== undefined) return (path.at(-1)?.id ?? '') === after
+  return !behind || path.some((one) => one.id === behind)
 }
 
 /** Finds out which of the tabs that send these messages are closed. */
