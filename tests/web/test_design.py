@@ -14,7 +14,7 @@ from playwright.sync_api import Browser, Locator, Page, Route, expect
 from pypdf import PdfReader
 
 from tests.web.conftest import PATIENCE, Served
-from tests.web.screen import act, ask, conversation, ended, keep_picture, last_reply, until
+from tests.web.screen import act, ask, conversation, ended, hold, keep_picture, last_reply, until
 from tests.web.test_manners import axe_violations
 from tests.web.test_tools import approval, calls, open_conversation, press_on
 
@@ -337,6 +337,27 @@ def test_enter_opens_nothing_else_while_the_list_is_loaded_again(
     for route in held[2:]:
         route.continue_()
     page.wait_for_url(f"**/c/{titled}")
+
+
+def test_show_more_counts_once(page: Page, tmp_path: Path, built: None) -> None:
+    with Served(tmp_path / "many", script=[{"thought": "Hm", "answer": "Yes."}]) as served:
+        with httpx.Client(base_url=served.url, timeout=PATIENCE) as api:
+            for number in range(60):
+                api.post("/api/conversations", json={"title": f"Number {number}"}).raise_for_status()
+        page.goto(served.url)
+        more = page.get_by_role("button", name="Show more")
+        page.route("**/api/conversations?*before=*", lambda route: route.abort())
+        with page.expect_event("requestfailed"):
+            more.click()
+        page.unroute("**/api/conversations?*before=*")
+        go_on = hold(page, "**/api/conversations?*before=*", "GET")
+        more.dblclick()
+        go_on()
+        titles = page.locator("nav .list .title")
+        expect(titles).to_have_count(60)
+        expect(more).to_have_count(0)
+        page.wait_for_timeout(500)
+        expect(titles).to_have_count(60)
 
 
 def test_a_long_title_has_the_width_of_the_sidebar(page: Page, quick: Served, client: httpx.Client) -> None:

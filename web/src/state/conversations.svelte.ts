@@ -59,7 +59,8 @@ class Conversations {
   async loadMore(): Promise<void> {
     const before = this.all.at(-1)?.id
     if (!before) return
-    const found = await api.listConversations({ ...this.#listQuery(PAGE_SIZE), before }).catch(() => [])
+    const found = await api.listConversations({ ...this.#listQuery(PAGE_SIZE), before }).catch(() => null)
+    if (found === null || before !== this.all.at(-1)?.id) return // the list has changed, or has these already
     this.all = [...this.all, ...found]
     this.more = found.length >= PAGE_SIZE
   }
