@@ -8,7 +8,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from playwright.sync_api import Browser, BrowserContext, Page, Route, expect
+from playwright.sync_api import Browser, BrowserContext, FilePayload, Page, Route, expect
 
 from tests.web.conftest import PATIENCE, Served, stored
 from tests.web.screen import ask, conversation, ended, hold, keep_picture, last_reply, replies
@@ -240,6 +240,33 @@ def test_ctrl_enter_sends_where_that_is_chosen(page: Page, quick: Served) -> Non
     expect(edited).to_have_value("One\ntwo\n")
     edited.press("Control+Enter")
     expect(page.get_by_label("Version 2 of 2")).to_be_visible()
+
+
+def test_a_file_of_an_edit_is_attached_while_another_conversation_is_shown(page: Page, quick: Served) -> None:
+    page.goto(quick.url)
+    ask(page, "Look")
+    ended(page)
+    edit = page.locator("article.user").get_by_role("button", name="Edit")
+    remove = page.get_by_role("button", name="Remove notes.html")
+    file = FilePayload(name="notes.html", mimeType="text/html", buffer=b"<p>Buy milk</p>")
+    for cancels in (False, True):
+        edit.click()
+        go_on = hold(page, "**/api/documents*", "POST")
+        with page.expect_request("**/api/documents*"):
+            page.locator("form.edit input[type=file]").set_input_files(file)
+        if cancels:
+            page.get_by_role("button", name="Cancel").click()
+        page.get_by_role("link", name="New conversation").click()
+        expect(page.locator("article.user")).to_have_count(0)
+        with page.expect_response("**/api/documents*"):
+            go_on()
+        page.wait_for_timeout(200)
+        page.go_back()
+        expect(page.locator("article.user")).to_have_count(1)
+        expect(remove).to_have_count(0 if cancels else 1)
+        expect(edit).to_have_count(1 if cancels else 0)
+        if not cancels:
+            page.get_by_role("button", name="Cancel").click()
 
 
 def test_files_are_added_to_a_message_in_its_editor(

@@ -29,6 +29,12 @@ class Edits {
     if (user.name !== null) saveToTab(storageKey(message), edit)
   }
 
+  /** Adds files that were read while another conversation was shown, unless the edit was cancelled. */
+  attach(message: string, files: Part[]): void {
+    const edit = this.#load(message)
+    if (edit) this.set(message, { ...edit, files: [...edit.files, ...files] })
+  }
+
   remove(message: string): void {
     this.#changed.set(message, null)
     if (user.name !== null) saveToTab(storageKey(message), null)
