@@ -91,7 +91,7 @@ export const savePreset = (preset: Preset): Promise<Preset> => request(apiPath('
 export const deletePreset = (name: string): Promise<void> =>
   request(apiPath('presets', 'delete'), { method: 'POST', json: { name } })
 
-export const getDefaults = (): Promise<Defaults> => request(apiPath('defaults'))
+export const getDefaults = (): Promise<Defaults> => requestWithRetries(apiPath('defaults'), {})
 export const saveDefaults = (body: Defaults): Promise<Defaults> => request(apiPath('defaults'), { method: 'PUT', json: body })
 
 export const listShares = (id: string): Promise<Share[]> => request(apiPath('conversations', id, 'shares'))
