@@ -242,6 +242,24 @@ def test_ctrl_enter_sends_where_that_is_chosen(page: Page, quick: Served) -> Non
     expect(page.get_by_label("Version 2 of 2")).to_be_visible()
 
 
+def test_the_focus_stays_where_a_file_was_removed(page: Page, quick: Served) -> None:
+    page.goto(quick.url)
+    file = FilePayload(name="notes.txt", mimeType="text/plain", buffer=b"Buy milk")
+    remove = page.get_by_role("button", name="Remove notes.txt")
+    page.locator("form.composer input[type=file]").set_input_files(file)
+    remove.press("Enter")
+    expect(page.get_by_label("Message", exact=True)).to_be_focused()
+    ask(page, "Look")
+    ended(page)
+    page.locator("article.user").get_by_role("button", name="Edit").click()
+    editor = page.locator("form.edit")
+    editor.locator("input[type=file]").set_input_files(file)
+    remove.press("Enter")
+    expect(editor.get_by_role("button", name="Attach files")).to_be_focused()
+    page.keyboard.press("Escape")
+    expect(editor).to_have_count(0)
+
+
 def test_a_file_of_an_edit_is_attached_while_another_conversation_is_shown(page: Page, quick: Served) -> None:
     page.goto(quick.url)
     ask(page, "Look")
