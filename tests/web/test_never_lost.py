@@ -215,6 +215,29 @@ def test_a_draft_that_another_tab_sends_leaves_the_field(page: Page, served: Ser
     expect(fields[1]).to_have_value("")
 
 
+def test_a_copy_of_a_draft_that_was_sent_while_its_tab_slept_is_another_message(page: Page, served: Served) -> None:
+    page.goto(served.url)
+    ask(page, "first")
+    ended(page)
+    address = page.url
+    other = page.context.new_page()
+    fields = [tab.get_by_label("Message", exact=True) for tab in (page, other)]
+    fields[0].fill("a draft")
+    other.goto(address)
+    expect(fields[1]).to_have_value("a draft")
+    other.goto("about:blank")
+    fields[0].press("Enter")
+    expect(replies(page)).to_have_count(2)
+    ended(page)
+    other.goto(address)
+    expect(replies(other)).to_have_count(2)
+    expect(fields[1]).to_have_value("a draft")
+    fields[1].press("Enter")
+    expect(other.locator("article.user")).to_have_text(["first", "a draft", "a draft"])
+    expect(other.get_by_role("alert")).to_have_count(0)
+    whole(served, other)
+
+
 def test_a_draft_of_a_closed_tab_is_kept_though_another_tab_has_sent_a_newer_one(page: Page, served: Served) -> None:
     closed = page.context.new_page()
     for tab, text in ((closed, "older"), (page, "newer")):

@@ -56,6 +56,15 @@ export function adoptEarlyDrafts(): void {
   early.clear()
 }
 
+/** The draft as it is sent. If it is not shared any more, another tab may have sent it while this one was asleep: it is another message then. */
+export function prepareDraft(conversation: string | null, draft: Draft): Draft {
+  const name = storageKey(conversation)
+  if (draft.after !== undefined || validDraft(load(name, null))?.key === draft.key) return draft
+  const renewed = { ...draft, key: newKey() }
+  saveToTab(name, renewed)
+  return renewed
+}
+
 /** Removes the draft with this key. */
 export function removeDraft(conversation: string | null, key: string): void {
   const isOwn = loadOwnDraft(conversation)?.key === key
