@@ -41,7 +41,8 @@ def load_engine(
             return load_compiled(model, vocabulary=vocabulary, options=options, on_failure=on_failure)
         except (UnsupportedModel, ModelError) as error:
             refusal = str(error)
-    if options.draft_model is not None and (device == "cpu" or not has_accelerator()):
+    on_cpu = device == "cpu" or not has_accelerator()
+    if options.draft_model is not None and on_cpu and not options.drafts:
         why = f"needs compiled steps for both models: {refusal}"
         raise BadParameter("--draft-model", str(options.draft_model), why)
     with no_collections():

@@ -82,6 +82,8 @@ class ForwardBatch:
     """In a prefill that needs logits: the last token of each sequence as a decode batch, for the last layer."""
     long_rope: bool
     """Whether the sequences use the frequencies for long texts (`LongRope`)."""
+    has_drafts: bool = False
+    """Whether each row has logits, and rows of one sequence follow each other."""
     first_row: int = 0
     """The row of the first chunk's first token: rows of padding may be in front."""
 
@@ -101,7 +103,7 @@ class ForwardBatch:
     @property
     def is_decode(self) -> bool:
         """Whether it computes one token of each sequence, with logits."""
-        return self.needs_logits and self.last_tokens is None
+        return self.needs_logits and self.last_tokens is None and not self.has_drafts
 
     def can_advance_to(self, chunks: Sequence[SequenceChunk]) -> bool:
         """Whether these are the next single tokens of the same sequences in the same slots."""
@@ -231,6 +233,20 @@ def build_batch(chunks: Sequence[SequenceChunk], device: torch.device, need_logi
         needs_logits=need_logits,
         last_tokens=build_batch([chunk.last_token for chunk in chunks], device) if prefills else None,
         long_rope=chunks[0].long_rope,
+    )
+
+
+def build_draft_batch(chunks: Sequence[SequenceChunk], device: torch.device) -> ForwardBatch:
+    """A batch in which every token gets logits, in the order the chunks were given."""
+    batch = build_batch(chunks, device, need_logits=False)
+    ends = batch.last_rows.tolist()
+    rows = [row for chunk, end in zip(chunks, ends, strict=True) for row in range(end + 1 - len(chunk.ids), end + 1)]
+    return replace(
+        batch,
+        last_rows=torch.tensor(rows, device=device),
+        needs_gather=rows != list(range(len(rows))),
+        needs_logits=True,
+        has_drafts=True,
     )
 
 

@@ -295,18 +295,16 @@ def _open_draft_model(
 def _draft_model(
     picker: _RunnerPicker, cache_limit: int, runner: Runner, options: EngineOptions, shared_tokens: int
 ) -> RunnerDraftModel:
-    """For a runner that verifies drafts by CUDA kernels. Raises BadParameter for others."""
+    """For a runner that verifies drafts. Raises BadParameter for others."""
     assert options.draft_model is not None
     if runner.verify_drafts is None:
         raise _no_draft_model(options.draft_model)
-    drafter, steps, _ = picker.pick(cache_limit, None)
-    if steps != CUDA_KERNELS:
-        raise _no_draft_model(options.draft_model)
+    drafter, _, _ = picker.pick(cache_limit, None)
     return RunnerDraftModel(drafter, picker.max_position, picker.vocabulary_size, shared_tokens)
 
 
 def _no_draft_model(path: Path) -> BadParameter:
-    why = "needs CUDA kernels for both models, and --exact or --drafts, or compiled steps for both"
+    why = "needs two plain decoders (Llama, Mistral, Qwen2, Qwen3), and --drafts or, with CUDA kernels, --exact"
     return BadParameter("--draft-model", str(path), why)
 
 
@@ -372,8 +370,8 @@ class _RunnerPicker:
         forward: Forward = decoder
         if layout.device.type == "cuda":
             forward, steps = self._probe(decoder).with_cuda_graphs(decoder, layout, steps, self._options)
-        ahead = self._options.run_ahead
-        runner = TorchRunner(forward, layout, cache_limit, context_length, self._threads, run_ahead=ahead)
+        choices: dict[str, Any] = {"run_ahead": self._options.run_ahead, "drafts": bool(self._options.drafts)}
+        runner = TorchRunner(forward, layout, cache_limit, context_length, self._threads, **choices)
         return runner, steps, BY_BATCH
 
     def _widen_quantized(self) -> None:

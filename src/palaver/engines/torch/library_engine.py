@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -215,10 +215,8 @@ def pick_runner(
                     return own[0], CUDA_KERNELS, own[1]
             passes, exactness = probe.pick_exact_passes(forward, layout, options.exact, threads)
             length = None if probe.rope is None else probe.rope.original_length
-            ahead = options.run_ahead
-            torch_runner = TorchRunner(
-                forward, layout, cache_bytes, context_length, threads, passes, length, run_ahead=ahead, media=media
-            )
+            choices: dict[str, Any] = {"run_ahead": options.run_ahead, "drafts": bool(options.drafts), "media": media}
+            torch_runner = TorchRunner(forward, layout, cache_bytes, context_length, threads, passes, length, **choices)
             return torch_runner, steps, exactness
         except CantCompile:
             raise

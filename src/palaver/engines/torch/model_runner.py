@@ -18,10 +18,17 @@ from palaver.engines.base import BY_BATCH, BY_CACHE, BY_TEXT
 from palaver.engines.core.kv_cache import Slot, SlotAllocator
 from palaver.engines.core.options import EngineOptions
 from palaver.engines.core.request import SequenceState, align_chunk
-from palaver.engines.core.runner import SlotRunner
+from palaver.engines.core.runner import SlotRunner, UnsupportedModel
 from palaver.engines.core.sampler import Logits
 from palaver.engines.core.scheduler import SchedulerLimits
-from palaver.engines.torch.batch import ForwardBatch, SequenceChunk, build_batch, build_block_batch, sequence_chunk
+from palaver.engines.torch.batch import (
+    ForwardBatch,
+    SequenceChunk,
+    build_batch,
+    build_block_batch,
+    build_draft_batch,
+    sequence_chunk,
+)
 from palaver.engines.torch.device_sampler import DeviceSampler
 from palaver.engines.torch.devices import TensorLayout, TorchThreads, is_out_of_memory
 from palaver.errors import UnsupportedContent
@@ -174,14 +181,17 @@ class TorchRunner(SlotRunner[Tensor]):
         original_length: int | None = None,
         run_ahead: bool | None = None,
         media: MediaEncoder | None = None,
+        drafts: bool = False,
     ) -> None:
         """`original_length`: longer sequences use other rotary frequencies (`LongRope`). `run_ahead`: by
-        default on CUDA; never in the exact mode."""
+        default on CUDA; never in the exact mode. `drafts`: whether they are verified, up to rounding."""
         super().__init__(layout, cache_bytes, context_length)
         self.prefills_last_token = layout.device.type == "cpu" and exact is None
         on_cuda = layout.device.type == "cuda"
         if exact is None and (on_cuda if run_ahead is None else run_ahead):
             self.run_ahead = self._run_ahead
+        if drafts and exact is None:
+            self.verify_drafts = self._verify_drafts
         self.uses_device = on_cuda or self.run_ahead is not None
         self._forward = forward
         self._device = layout.device
@@ -245,6 +255,19 @@ class TorchRunner(SlotRunner[Tensor]):
         self._grow_slots(sequences, [1] * len(sequences))
         batch = self._next_batch([self._chunk_ahead(sequence) for sequence in sequences], True, tokens)
         logits = self._sampler.logits(self._run_batch(batch))
+        for sequence in sequences:
+            sequence.computed_tokens += 1
+        return logits
+
+    def _verify_drafts(self, sequences: Sequence[SequenceState], drafts: Sequence[Sequence[int]]) -> Logits:
+        if len({sequence in self._long_rope for sequence in sequences}) > 1:
+            raise UnsupportedModel("sequences of different frequencies don't share a pass")
+        self._grow_slots(sequences, [1 + len(draft) for draft in drafts])
+        pairs = zip(sequences, drafts, strict=True)
+        chunks = [self._chunk(sequence, (sequence.token_ids[-1], *draft)) for sequence, draft in pairs]
+        batch = build_draft_batch(chunks, self._device)
+        with self._threads.scaled_for(batch.ids.shape[0] * batch.max_position):
+            logits = self._sampler.logits(self._run_batch(batch))
         for sequence in sequences:
             sequence.computed_tokens += 1
         return logits
