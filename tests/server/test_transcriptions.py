@@ -129,6 +129,8 @@ def test_subtitles(listening: LiveServer, form: str, start: str) -> None:
         ({"response_format": "ass"}, "response_format"),
         ({"response_format": "srt", "stream": "true"}, "response_format"),
         ({"temperature": "7"}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"timestamp_granularities[]": "letter"}, "timestamp_granularities[]"),
         ({"timestamp_granularities[]": "word"}, "timestamp_granularities"),
         ({"timestamp_granularities[]": "segment"}, "timestamp_granularities"),
         ({"include[]": "logprobs"}, "include[]"),

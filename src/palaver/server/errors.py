@@ -305,7 +305,7 @@ def _field_path(error: Mapping[str, Any], body: Any) -> list[str | int]:
     value = body
     for place, part in enumerate(parts):
         is_index = isinstance(part, int) and isinstance(value, list) and part < len(value)
-        if is_index or (isinstance(value, dict) and part in value):
+        if is_index or (isinstance(value, Mapping) and part in value):  # a form is no dict
             value = value[part]
         elif error["type"] != "missing" or place < len(parts) - 1:
             continue
