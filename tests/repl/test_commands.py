@@ -118,6 +118,11 @@ async def test_a_device_without_an_end_is_too_large(tmp_path: Path) -> None:
         assert await session.do("/attach /dev/zero") == "/dev/zero is larger than 50 MB."
 
 
+async def test_a_path_with_a_null_byte_is_an_error(tmp_path: Path) -> None:
+    async with open_session(tmp_path) as session:
+        assert "null byte" in await asyncio.wait_for(session.do("/attach a\0b"), 10)
+
+
 async def test_an_empty_file_is_called_empty(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("\n")
     async with open_session(tmp_path) as session:

@@ -53,7 +53,7 @@ async def _read_limited(path: Path) -> bytes:
         try:
             with path.open("rb") as file:
                 reading.set_result(file.read(_MAX_ATTACHMENT_BYTES + 1))
-        except OSError as error:
+        except Exception as error:  # a path with a null byte is a ValueError
             reading.set_exception(error)
 
     threading.Thread(target=read, daemon=True).start()
