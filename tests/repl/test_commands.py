@@ -200,6 +200,46 @@ async def test_control_c_does_not_wait_for_a_server_that_is_away(
         assert session.session.initial_line == TypedLine("Are you there?")
 
 
+@pytest.mark.parametrize(
+    ("typed", "silent"),
+    [
+        (TypedLine("Hello"), ("send_message", "nodes", "delete_conversation")),  # its new conversation is discarded
+        (TypedLine("Bye", "edited"), ("message",)),
+        (TypedLine("Bye", "edited"), ("edit_message",)),
+    ],
+)
+async def test_no_typed_line_waits_for_a_server_that_is_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, typed: TypedLine, silent: tuple[str, ...]
+) -> None:
+    async def stay_silent(*arguments: Any, **fields: Any) -> Any:
+        called.set()
+        await asyncio.sleep(60)
+
+    async with open_session(tmp_path) as session:
+        if typed.edited_id:
+            await session.do("Hello")
+            message = await session.session.cursor.last_message(Role.USER)
+            assert message is not None
+            typed = TypedLine(typed.text, message.id)
+        called, actions = asyncio.Event(), list[KeyActions]()
+
+        def watch_keys(found: KeyActions) -> AbstractContextManager[None]:
+            actions.append(found)
+            return nullcontext()
+
+        monkeypatch.setattr(session.session.lines, "watch_keys", watch_keys)
+        with monkeypatch.context() as patch:
+            for name in silent:
+                patch.setattr(LocalChat, name, stay_silent)
+            sending = asyncio.ensure_future(session.session.handle_line(typed))
+            await called.wait()
+            assert actions, "no key is watched"
+            actions[-1].on_interrupt()
+            with pytest.raises(Interrupted):
+                await asyncio.wait_for(sending, 10)
+        assert session.session.initial_line == typed
+
+
 async def test_the_prompt_does_not_wait_for_a_server_that_is_away(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -50,6 +50,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _LAST_MESSAGE_SECONDS = 2.0
 """How long the prompt waits for the message that the Up key edits, if the server is away."""
+_DISCARD_SECONDS = 2.0
+"""How long a message that is not sent waits until its empty conversation is deleted."""
 _SHORTEN = {"overflow": "shorten"}
 _CONVERSATION_KINDS = ("conversation", "message", "reply", "turn")
 """What is not found once its conversation is deleted."""
@@ -230,7 +232,9 @@ class Session:
         from palaver.repl.commands.compare import send_compared, show_compared
 
         async with self._sending(text):
-            after = parent_id if message is None else (await self.cursor.position()).message_id
+            after = parent_id
+            if message is not None:
+                after = (await self.wait_for(self.cursor.position(), strings.WAITING_FOR_SERVER)).message_id
             comparison = await send_compared(self, message, after, _SHORTEN if shorten else {})
         self.attachments.clear()
         await self.cursor.move(comparison.replies[0].reply_id)
@@ -246,17 +250,20 @@ class Session:
             if text is not None and _is_unsent(error):
                 self.initial_line = TypedLine(escape_message(text))
             if is_new and self.cursor.conversation_id is not None:
-                with suppress(PalaverError):
-                    await self.cursor.discard_empty()
+                with suppress(PalaverError, TimeoutError):
+                    await asyncio.wait_for(self.cursor.discard_empty(), _DISCARD_SECONDS)
             raise
 
     async def edit_message(self, message_id: str, text: str) -> None:
         """Stores an edited message as a new branch, and replies to it if it is a user message."""
         try:
-            media = [part for part in (await self.chat.message(message_id)).parts if isinstance(part, Blob)]
-            edited = await self.chat.edit_message(message_id, (*media, TextPart(text)))
-        except NotFound:
-            self.initial_line = TypedLine(escape_message(text), message_id)
+            message = await self.wait_for(self.chat.message(message_id), strings.WAITING_FOR_SERVER)
+            media = [part for part in message.parts if isinstance(part, Blob)]
+            editing = self.chat.edit_message(message_id, (*media, TextPart(text)))
+            edited = await self.wait_for(editing, strings.WAITING_FOR_SERVER)
+        except (PalaverError, Interrupted) as error:
+            if _is_unsent(error):
+                self.initial_line = TypedLine(escape_message(text), message_id)
             raise
         await self.cursor.move(edited.id)
         if edited.role is Role.USER:
