@@ -134,6 +134,16 @@ def test_reasoning_is_accepted_in_every_form() -> None:
         assert convert_input([item, NEXT_INPUT]).messages[0].reasoning_content == "Why é?"
 
 
+def test_pictures_of_results_come_before_calls_of_servers_that_follow() -> None:
+    picture = {"type": "input_image", "image_url": "data:image/png;base64,AA=="}
+    call = {"type": "function_call", "call_id": "c1", "name": "look", "arguments": "{}"}
+    result = {"type": "function_call_output", "call_id": "c1", "output": [picture]}
+    server_call = {"type": "mcp_call", "id": "mcp_x_0", "server_label": "s", "name": "add", "output": "2"}
+    found = convert_input([InputItem.model_validate(item) for item in (call, result, server_call)])
+    assert [message.role for message in found.messages] == ["assistant", "tool", "user", "assistant", "tool"]
+    assert found.places == ["input[0]", "input[1]", "input[1]", "input[2]", "input[2]"]
+
+
 def test_an_unfinished_item_is_incomplete() -> None:
     for status in ("cancelled", "incomplete", "failed"):
         encoder = make_encoder(ResponseOutputOptions(encrypted=True))

@@ -273,6 +273,10 @@ def convert_input(items: Sequence[InputItem] | str | None) -> InputMessages:
         where = f"input[{index}]"
         if item.type in ("mcp_list_tools", "mcp_approval_request"):
             continue
+        if pictures and item.type != "function_call_output":
+            messages.append(_chat_message("user", content=pictures))
+            places.append(pictured)
+            pictures = []
         if item.type == "mcp_call":
             call, result = _server_call(where, item)
             reply = (item.id or "").rpartition("_")[0]
@@ -290,10 +294,6 @@ def convert_input(items: Sequence[InputItem] | str | None) -> InputMessages:
             pictured = pictured if pictures else where
             pictures += shown
             continue
-        if pictures:
-            messages.append(_chat_message("user", content=pictures))
-            places.append(pictured)
-            pictures = []
         _append(messages, _message(where, item))
     places += [where] * (len(messages) - len(places))
     if pictures:
