@@ -116,6 +116,27 @@ def test_openais_sdk_sends_them_to_responses(sdk: openai.OpenAI) -> None:
     assert heard.status == "completed"
 
 
+def test_a_whole_history_with_a_picture_is_stored_once(omni: LiveServer, sdk: openai.OpenAI) -> None:
+    """The history was stored again as another branch with each message."""
+
+    def send(messages: Any, conversation: str) -> Any:
+        return sdk.chat.completions.create(
+            model="sprout-omni", messages=messages, max_tokens=8, metadata={"conversation": conversation}
+        )
+
+    said: list[Any] = [{"role": "user", "content": [image_url(), {"type": "text", "text": WHAT}]}]
+    first = send(said, "new")
+    said += [first.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": "Are you sure?"}]
+    conversation = first.metadata["conversation"]
+    assert send(said, conversation).metadata["conversation"] == conversation
+    nodes = httpx.get(f"{omni.url}/api/conversations/{conversation}/nodes").json()
+    assert [node["role"] for node in nodes] == ["user", "assistant"] * 2
+    said[0] = {"role": "user", "content": [image_url(media_files.picture(size=(32, 32))), *said[0]["content"][1:]]}
+    send(said, conversation)
+    nodes = httpx.get(f"{omni.url}/api/conversations/{conversation}/nodes").json()
+    assert sum(node["parent_id"] is None for node in nodes) == 2, "another picture is another message"
+
+
 def test_items_have_their_media_and_are_sent_back(sdk: openai.OpenAI) -> None:
     url = f"data:image/png;base64,{encoded(PICTURE)}"
     parts: Any = [

@@ -19,7 +19,7 @@ from palaver.chat.interface import Chat, ServerChat
 from palaver.chat.model import Model, draw_seed
 from palaver.chat.reply_request import PartialReply
 from palaver.errors import BadParameter, NoMessages
-from palaver.messages import Message, Role, Text, Thinking, ToolCall
+from palaver.messages import MediaPart, Message, Role, Text, Thinking, ToolCall
 from palaver.server.metrics import Metrics
 from palaver.server.openai.audio import voice_output
 from palaver.server.openai.request import (
@@ -38,7 +38,7 @@ from palaver.server.openai.request import (
 from palaver.server.openai.schemas import ChatRequest
 from palaver.server.openai.streaming import ChatEncoder, CompletionStream, respond
 from palaver.server.state import ServerState, canonical_arguments
-from palaver.store import Conflict, Conversation, ReplyStatus, StoredMessage
+from palaver.store import Blob, Conflict, Conversation, ReplyStatus, StoredMessage
 
 NEW = "new"
 _NOT_RESUMABLE = (ReplyStatus.DONE, ReplyStatus.RUNNING)
@@ -219,9 +219,10 @@ async def _last_question(chat: Chat, last: StoredMessage | None, message: Messag
 
 async def _matching_child(chat: Chat, ids: Sequence[str], message: Message) -> StoredMessage | None:
     """The newest of these messages with the same content."""
+    content = _content(message.parts) if ids else []
     for id in reversed(ids):
         stored = await chat.message(id)
-        if stored.role is message.role and _content(stored.parts) == _content(message.parts):
+        if stored.role is message.role and _content(stored.parts) == content:
             return stored
     return None
 
@@ -229,7 +230,8 @@ async def _matching_child(chat: Chat, ids: Sequence[str], message: Message) -> S
 def _content(parts: Sequence[Any]) -> list[Any]:
     """What messages are compared by. Thinking does not count, because clients leave it out."""
     texts = "".join(part.text for part in parts if isinstance(part, Text))
-    return [texts, *(part for part in parts if not isinstance(part, Text | Thinking | ToolCall)), *_calls(parts)]
+    others = (part for part in parts if not isinstance(part, Text | Thinking | ToolCall))
+    return [texts, *(part.digest if isinstance(part, Blob | MediaPart) else part for part in others), *_calls(parts)]
 
 
 def _calls(parts: Sequence[Any]) -> list[tuple[str, str]]:
