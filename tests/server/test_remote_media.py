@@ -44,6 +44,11 @@ class Handler(BaseHTTPRequestHandler):
         if self.path == "/trickle":
             self.trickle()
             return
+        if self.path == "/notes.txt":
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"It rains.")
+            return
         self.send_response(200 if self.path in ("/picture.png", "/@me/picture.png?by=@me") else 404)
         self.end_headers()
         self.wfile.write(PICTURE)
@@ -110,6 +115,27 @@ def test_chat_completions_download_where_the_operator_allows_it(
         assert answer.status_code == 400
         assert "which this server does not download: send it as a data URL" in answer.json()["error"]["message"]
         assert site.hosts == []  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("is_allowed", [True, False])
+def test_responses_download_files_where_the_operator_allows_it(
+    is_allowed: bool, site: ThreadingHTTPServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app, "RemoteMedia", lambda: OPEN)
+    url = f"http://pictures.example:{site.server_port}/notes.txt"
+    content = [{"type": "input_file", "file_url": url}, {"type": "input_text", "text": "What does it say?"}]
+    with (
+        LiveServer(tmp_path, ServerSettings(remote_media=is_allowed)) as live,
+        httpx.Client(base_url=live.url, timeout=60) as http,
+    ):
+        answer = http.post("/v1/responses", json={"input": [{"role": "user", "content": content}]})
+        if is_allowed:
+            items = http.get(f"/v1/responses/{answer.json()['id']}/input_items").json()["data"]
+            assert items[0]["content"][0]["text"] == "\n\nFile notes.txt:\n\nIt rains.\n\n"
+        else:
+            assert answer.status_code == 400
+            assert "which this server does not download" in answer.json()["error"]["message"]
+            assert site.hosts == []  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("path", ["moved", "missing"])

@@ -148,7 +148,8 @@ def _from_part(part: Any, read_url: ReadUrl) -> Part:
         case {"type": "input_audio", "input_audio": {"data": str(data), "format": str(format)}}:
             return read_url(f"data:audio/{format};base64,{data}", "audio", "")
         case {"type": "file", "file": {"file_data": str(data), **about}}:
-            url = data if data.startswith("data:") else f"data:;base64,{data}"
+            is_url = ":" in data[:16]  # base64 has no colon
+            url = data if is_url else f"data:;base64,{data}"
             return read_url(url, "file", str(about.get("filename") or ""))
         case {"type": "file", "file": {"file_id": str()}}:
             raise ValueError("files are not stored under an id here: send file_data")
