@@ -223,6 +223,17 @@ def age(blobs: RemoteBlobs) -> None:
         file.modified = datetime(1970, 1, 1, tzinfo=UTC)
 
 
+@pytest.mark.parametrize("place", ["a[b]", "what?", "all*"])
+def test_a_place_is_no_pattern(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    blobs, digest = old_object(f"{place}/media")
+    blobs.put(b"picture")
+    assert len(objects(blobs)) == 2, "the object and one announcement"
+    age(blobs)
+    interpose(monkeypatch, blobs._files, "rm_file", "before", lambda: blobs.put(b"picture"))
+    assert blobs.sweep(set()) == 0
+    assert blobs.get(digest) == b"picture"
+
+
 def test_the_announcements_of_an_object_do_not_accumulate(monkeypatch: pytest.MonkeyPatch) -> None:
     blobs, digest = old_object("announced")
     for _ in range(3):

@@ -6,6 +6,7 @@ A blob is synced to disk before a message that references it is committed."""
 from __future__ import annotations
 
 import errno
+import glob
 import hashlib
 import os
 import secrets
@@ -241,7 +242,7 @@ class RemoteBlobs(Blobs):
         """Removes the announcements of earlier puts, for which a later one stands now. The last one stays: a sweep that
         deletes what was written must find it. One that can't be removed waits for the next put, or for a sweep."""
         with suppress(Exception):
-            for path in self._files.glob(f"{address}.*{_ANNOUNCED}"):
+            for path in self._find_beside(address, _ANNOUNCED):
                 if _last_part(path) < _last_part(before):
                     self._files.rm_file(path)
 
@@ -277,7 +278,7 @@ class RemoteBlobs(Blobs):
         aside = f"{path}.{secrets.token_hex(4)}{_SET_ASIDE}"
         self._files.cp_file(path, aside)
         self._files.rm_file(path)
-        is_put = any(self._is_newer(one, cutoff) for one in self._files.glob(f"{path}.*{_ANNOUNCED}"))
+        is_put = any(self._is_newer(one, cutoff) for one in self._find_beside(path, _ANNOUNCED))
         if is_put:
             self._files.cp_file(aside, path)
         self._files.rm_file(aside)
@@ -288,6 +289,10 @@ class RemoteBlobs(Blobs):
         if path.endswith(_SET_ASIDE) and is_referenced and not self._files.exists(self._address(digest)):
             self._files.cp_file(path, self._address(digest))
         self._files.rm_file(path)
+
+    def _find_beside(self, address: str, suffix: str) -> list[str]:
+        """The announcements or the copies of an object."""
+        return [*self._files.glob(f"{glob.escape(address)}.*{suffix}")]
 
     def _is_newer(self, path: str, cutoff: float) -> bool:
         """False if another server has deleted it."""
@@ -300,7 +305,7 @@ class RemoteBlobs(Blobs):
         with reach_storage():
             with suppress(FileNotFoundError):
                 return bytes(self._files.cat_file(address))
-            for aside in self._files.glob(f"{address}.*{_SET_ASIDE}"):
+            for aside in self._find_beside(address, _SET_ASIDE):
                 with suppress(FileNotFoundError):
                     return bytes(self._files.cat_file(aside))
             try:
