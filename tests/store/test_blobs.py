@@ -223,6 +223,15 @@ def age(blobs: RemoteBlobs) -> None:
         file.modified = datetime(1970, 1, 1, tzinfo=UTC)
 
 
+def test_a_sweep_leaves_what_others_keep_in_the_bucket() -> None:
+    blobs, digest = old_object("busy")
+    for name in ("report.pdf", "README", "7f/notes.put"):
+        blobs._files.pipe_file(f"{blobs._root}/{name}", b"not ours")
+    age(blobs)
+    assert blobs.sweep(set()) == 1
+    assert sorted(objects(blobs)) == ["README", "notes.put", "report.pdf"]
+
+
 @pytest.mark.parametrize("place", ["a[b]", "what?", "all*"])
 def test_a_place_is_no_pattern(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
     blobs, digest = old_object(f"{place}/media")

@@ -9,6 +9,7 @@ import errno
 import glob
 import hashlib
 import os
+import re
 import secrets
 import stat
 import time
@@ -105,6 +106,8 @@ _SET_ASIDE = ".sweep"
 """The suffix of a file that a sweep has set aside: it is about to be deleted, or put back."""
 _ANNOUNCED = ".put"
 """The suffix of an empty object that says that an object was about to be written."""
+_OWN_NAME = re.compile(r"[0-9a-f]{64}(?:\.[^.]+\.(?:sweep|put))?")
+"""Names of objects that are written here. A bucket may have others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,7 +260,7 @@ class RemoteBlobs(Blobs):
         with reach_storage():
             for path in self._files.find(self._root):
                 digest, _, kind = _last_part(path).partition(".")
-                if not kind and digest in referenced:
+                if (not kind and digest in referenced) or not _OWN_NAME.fullmatch(_last_part(path)):
                     continue
                 with suppress(FileNotFoundError):  # another server sweeps too
                     if self._is_newer(path, cutoff):
