@@ -37,6 +37,23 @@ def test_a_whole_history_lands_once(http: httpx.Client) -> None:
     assert again["metadata"]["reply"] != second["metadata"]["reply"], "the reply to it is another try"
 
 
+def test_a_refused_request_leaves_no_conversation(http: httpx.Client) -> None:
+    def count() -> int:
+        return len(http.get("/api/conversations").json())
+
+    before = count()
+    overflow = {"messages": [{"role": "user", "content": "word " * 9000}], "metadata": {"conversation": "new"}}
+    assert http.post(CHAT, json=overflow).status_code == 400
+    assert http.post("/v1/messages", json={**overflow, "max_tokens": 1}).status_code == 400
+    assert count() == before
+
+
+def test_a_new_conversation_is_created_once_for_a_key(http: httpx.Client) -> None:
+    body = {"messages": NAME, "temperature": 0, "metadata": {"conversation": "new"}}
+    sent = [http.post(CHAT, json=body, headers={"idempotency-key": "once"}).json() for _ in range(2)]
+    assert sent[0]["metadata"] == sent[1]["metadata"]
+
+
 def test_one_message_is_said_where_the_conversation_was_left(http: httpx.Client) -> None:
     first = land(http, "new", [{"role": "system", "content": "You are kind."}, *NAME])
     conversation = first["metadata"]["conversation"]

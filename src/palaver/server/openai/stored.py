@@ -122,7 +122,8 @@ async def start_replies(
     partial: PartialReply | None = None,
     reuse_stored: bool = True,
 ) -> StoredRequest:
-    """Stores the new messages and starts the replies: one for each of the `parameters`.
+    """Stores the new messages and starts the replies: one for each of the `parameters`. A new conversation is created
+    once the request is known to be valid.
 
     `partial` is a reply to continue as the client sent it. Each reply is a new message beside it: nothing is
     overwritten. `reuse_stored`: the token ids of a stored reply with the same text may be used.
@@ -133,9 +134,12 @@ async def start_replies(
         raise NoMessages
     if turns and turns[-1].role is Role.ASSISTANT:
         raise BadParameter("messages", "assistant", "the last message is a reply already: there is nothing to answer")
-    conversation = await _conversation(chat, name, system)
-    parent, new = await _match_history(chat, conversation, turns, continued=partial is not None)
-    if partial is not None and reuse_stored and parent is not None and not new:
+    conversation = None if name == NEW else await _conversation(chat, name, system)
+    parent: StoredMessage | None = None
+    new: Sequence[Message] = turns
+    if conversation is not None:
+        parent, new = await _match_history(chat, conversation, turns, continued=partial is not None)
+    if conversation is not None and partial is not None and reuse_stored and parent is not None and not new:
         stored = await _stored_reply(chat, model, conversation, parent, partial)
         if stored is not None and stored.reply is not None:
             parameters = [{"seed": stored.reply.settings.sampling.seed, **one} for one in parameters]
@@ -143,9 +147,9 @@ async def start_replies(
                 ids = tuple(token.token_id for token in await chat.tokens(stored.id))
                 partial = replace(partial, token_ids=ids, is_stored=True)
     at = parent.id if parent is not None else None
-    started = await chat.start_replies(conversation, at, new, parameters, partial=partial, key=key)
+    started = await chat.start_replies(conversation, at, new, parameters, system=system, partial=partial, key=key)
     answered = started.messages[-1].id if started.messages else at
-    return StoredRequest(conversation.id, answered, tuple(reply.id for reply in started.replies))
+    return StoredRequest(started.conversation_id, answered, tuple(reply.id for reply in started.replies))
 
 
 async def _stored_reply(
@@ -173,8 +177,6 @@ def choice_parameters(body: ChatRequest, model: Model, state: ServerState) -> li
 
 
 async def _conversation(chat: Chat, name: str, system: str) -> Conversation:
-    if name == NEW:
-        return await chat.create_conversation(system=system)
     found = await chat.conversation(name)
     if system and system != found.system:
         if found.head_id is not None:
