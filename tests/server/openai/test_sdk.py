@@ -57,6 +57,25 @@ def test_tools_round_trip(client: openai.OpenAI) -> None:
     assert "21" in (second.choices[0].message.content or "")
 
 
+class GetWeather(BaseModel):
+    city: str
+
+
+@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")  # the SDK's own
+def test_parsed_messages_are_sent_back_as_they_are(client: openai.OpenAI) -> None:
+    """OpenAI's helpers add what they parsed to the message, and send it."""
+    tools: list[Any] = [openai.pydantic_function_tool(GetWeather, name="get_weather")]
+    asked: dict[str, Any] = {"model": "sprout", "tools": tools, "temperature": 0}
+    called = client.chat.completions.parse(messages=QUESTION, tool_choice="required", **asked).choices[0].message
+    call = (called.tool_calls or [])[0]
+    assert call.function.parsed_arguments == GetWeather(city="Paris")
+    messages = [*QUESTION, called, {"role": "tool", "tool_call_id": call.id, "content": '{"degrees": 21}'}]
+    assert "21" in (client.chat.completions.parse(messages=messages, **asked).choices[0].message.content or "")
+    told = client.chat.completions.parse(model="sprout", messages=SUM, response_format=Sum).choices[0].message
+    after: list[Any] = [*SUM, told, *QUESTION]
+    assert client.chat.completions.create(model="sprout", messages=after, max_tokens=1)
+
+
 def test_structured_output(client: openai.OpenAI) -> None:
     parsed = client.chat.completions.parse(model="sprout", messages=SUM, response_format=Sum, temperature=0)
     assert isinstance(parsed.choices[0].message.parsed, Sum)

@@ -21,6 +21,7 @@ class RequestFields(BaseModel):
 class FunctionCall(RequestFields):
     name: str
     arguments: str | dict[str, Any] = ""
+    parsed_arguments: Any = Field(default=None, description="Ignored, as OpenAI's helpers have it.")
     provider_specific_fields: dict[str, Any] | None = Field(default=None, description="Ignored.")
 
 
@@ -59,6 +60,7 @@ class ChatMessage(RequestFields):
     audio: AudioReference | None = Field(None, description="Its transcript is used as the text.")
     token_ids: list[int] | None = Field(None, description="Of an assistant's message: the ids it was generated as.")
     annotations: list[Any] | None = Field(None, description="Ignored, as OpenAI's replies have it.")
+    parsed: Any = Field(None, description="Ignored, as OpenAI's helpers have it.")
     reasoning_details: list[Any] | None = Field(None, description="Ignored, as OpenRouter's replies have it.")
     thinking_blocks: list[Any] | None = Field(None, description="Ignored, as LiteLLM's replies have it.")
     provider_specific_fields: dict[str, Any] | None = Field(None, description="Ignored, as LiteLLM's replies have it.")
