@@ -8,11 +8,13 @@ import io
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import anthropic
 import httpx
 import openai
+import PIL.Image
 import pytest
 import soundfile
 from openai.types.conversations import Message as ConversationMessage
@@ -24,6 +26,7 @@ from palaver.events import ThinkingDelta
 from palaver.messages import Image, Message, Role, Text
 from palaver.models.resolver import resolve_folder
 from palaver.sampling import Sampling
+from palaver.server.settings import ServerLimits, ServerSettings
 from palaver.voice.base import SAMPLE_RATE, VoiceSettings
 from palaver.voice.espeak import Espeak
 from tests import media_files
@@ -114,6 +117,33 @@ def test_openais_sdk_sends_them_to_responses(sdk: openai.OpenAI) -> None:
     both: Any = [INPUT_AUDIO, file, *parts[1:]]
     heard = sdk.responses.create(model="sprout-omni", input=[{"role": "user", "content": both}])
     assert heard.status == "completed"
+
+
+def test_media_of_items_are_limited(tmp_path: Path) -> None:
+    """By what a body may have: a page ends early, and references in one request don't load any number of files."""
+    limits = ServerLimits(body_bytes=40_000)
+    noise = Random(1).randbytes(3 * 64 * 64)  # 12 kB that can't be compressed
+    file = io.BytesIO()
+    PIL.Image.frombytes("RGB", (64, 64), noise).save(file, "PNG")
+    part = {"type": "input_image", "image_url": f"data:image/png;base64,{encoded(file.getvalue())}"}
+    item: Any = {"type": "message", "role": "user", "content": [part]}
+    with (
+        LiveServer(tmp_path, ServerSettings(limits=limits), model="sprout-omni") as live,
+        openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        made = client.conversations.create()
+        for _ in range(8):
+            client.conversations.items.create(made.id, items=[item])
+        page = client.conversations.items.list(made.id, order="asc")
+        assert (len(page.data), page.has_more, page.last_id) == (3, True, page.data[-1].id)
+        assert len(list(page)) == 8, "over all pages"
+        references: Any = [{"type": "item_reference", "id": page.data[0].id}] * 4
+        with pytest.raises(openai.BadRequestError, match="too large together") as refused:
+            client.conversations.items.create(made.id, items=references)
+        assert refused.value.param == "items[3].id"
+        with pytest.raises(openai.BadRequestError, match="too large together"):
+            client.responses.create(model="sprout-omni", input=references)
+        assert len(client.conversations.items.create(made.id, items=references[:3]).data) == 3
 
 
 def test_a_whole_history_with_a_picture_is_stored_once(omni: LiveServer, sdk: openai.OpenAI) -> None:

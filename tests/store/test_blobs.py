@@ -224,7 +224,7 @@ def age(blobs: RemoteBlobs) -> None:
 
 
 def test_a_sweep_leaves_what_others_keep_in_the_bucket() -> None:
-    blobs, digest = old_object("busy")
+    blobs, _ = old_object("busy")
     for name in ("report.pdf", "README", "7f/notes.put"):
         blobs._files.pipe_file(f"{blobs._root}/{name}", b"not ours")
     age(blobs)

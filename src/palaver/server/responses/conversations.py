@@ -19,7 +19,7 @@ from palaver.server.openai.request import parse_history
 from palaver.server.openai.schemas import ChatRequest, RequestFields
 from palaver.server.responses.encoder import message_items
 from palaver.server.responses.history import split_system
-from palaver.server.responses.request import check_metadata, convert_input, load_items, resolve_references
+from palaver.server.responses.request import check_metadata, convert_input, load_items, media_bytes, resolve_references
 from palaver.server.responses.schemas import Includable, InputItem, InputItemList
 from palaver.server.state import ChatDep, ServerState, StateDep
 from palaver.store import Conflict, Conversation, NotFound, StoredMessage
@@ -94,17 +94,18 @@ def router() -> APIRouter:
     async def list_items(
         id: str,
         chat: ChatDep,
+        state: StateDep,
         after: str | None = None,
         limit: Annotated[int, Query(ge=1, le=MAX_ITEMS)] = 20,
         order: Literal["asc", "desc"] = "desc",
         include: Include = None,
         bracketed: BracketedInclude = None,
     ) -> InputItemList:
-        """The items of the branch where the conversation continues."""
+        """The items of the branch where the conversation continues. A page ends early before it has too many media."""
         branch = await _branch(chat, await chat.conversation(id))
         items = _items(branch)
         page = page_items(items if order == "asc" else items[::-1], after, limit)
-        return await _with_media(chat, page, branch)
+        return await _with_media(chat, page, branch, state.settings.limits.body_bytes)
 
     @routes.post("/v1/conversations/{id}/items")
     async def create_items(
@@ -118,7 +119,9 @@ def router() -> APIRouter:
         """Appends items, without a reply."""
         conversation = await chat.conversation(id)
         stored = await _append(chat, conversation, await _messages(chat, state, body.items))
-        return await _with_media(chat, page_items(_items(stored), None, MAX_ITEMS), stored)
+        page = page_items(_items(stored), None, MAX_ITEMS)
+        # all of them: the media came in one body, and those of references are limited, too
+        return await _with_media(chat, page, stored, 2 * state.settings.limits.body_bytes)
 
     @routes.get("/v1/conversations/{id}/items/{item_id}")
     async def retrieve_item(
@@ -128,7 +131,7 @@ def router() -> APIRouter:
         found = [item for item in _items(messages) if item["id"] == item_id]
         if not found:
             raise NotFound("item", item_id[:200])
-        return (await _with_media(chat, page_items(found, None, 1), messages)).data[0]
+        return (await _with_media(chat, page_items(found, None, 1), messages, 0)).data[0]
 
     @routes.delete("/v1/conversations/{id}/items/{item_id}")
     async def delete_item(id: str, item_id: str, chat: ChatDep) -> ConversationResource:
@@ -176,11 +179,12 @@ def page_items(items: list[dict[str, Any]], after: str | None, limit: int) -> In
 
 async def _messages(chat: ServerChat, state: ServerState, items: Sequence[InputItem]) -> tuple[Message, ...]:
     try:
-        converted = convert_input(await resolve_references(chat, items))
+        limits = state.settings.limits
+        converted = convert_input(await resolve_references(chat, items, limits.body_bytes))
         request = ChatRequest.model_validate({"messages": converted.messages, "continue_final_message": False})
-        limit, attachments = state.settings.limits.messages, state.attachments()
+        attachments = state.attachments()
         places = [place.replace("input", "items", 1) for place in converted.places]
-        return (await asyncio.to_thread(parse_history, request, limit, attachments, places)).messages
+        return (await asyncio.to_thread(parse_history, request, limits.messages, attachments, places)).messages
     except BadParameter as error:
         raise BadParameter(error.name.replace("input[", "items[", 1), error.value, error.why) from None
 
@@ -206,12 +210,23 @@ def _items(path: Sequence[StoredMessage]) -> list[dict[str, Any]]:
     return [item for message in path for item in message_items(message.id, message.role, message.parts)]
 
 
-async def _with_media(chat: ServerChat, page: InputItemList, messages: Sequence[StoredMessage]) -> InputItemList:
-    """The page with the media of its items. Only these are read."""
-    ids = {item["id"] for item in page.data}
-    shown = [message for message in messages if blob_digests(message.parts) and ids & {*_item_ids(message)}]
-    loaded = {item["id"]: item for item in await load_items(chat, shown)}
-    return page.model_copy(update={"data": [loaded.get(item["id"], item) for item in page.data]})
+async def _with_media(
+    chat: ServerChat, page: InputItemList, messages: Sequence[StoredMessage], max_bytes: int
+) -> InputItemList:
+    """The page with the media of its items. Only these are read. It ends before the item whose media would exceed
+    `max_bytes`, but has one item at least."""
+    inputs = (message for message in messages if message.role not in (Role.ASSISTANT, Role.TOOL))
+    sources = {_item_ids(message)[0]: message for message in inputs if blob_digests(message.parts)}
+    data: list[Any] = []
+    for item in page.data:
+        message = sources.get(item["id"])
+        if message is not None:
+            max_bytes -= media_bytes(message)
+            if data and max_bytes < 0:
+                return page.model_copy(update={"data": data, "last_id": data[-1]["id"], "has_more": True})
+            (item,) = await load_items(chat, [message])
+        data.append(item)
+    return page.model_copy(update={"data": data})
 
 
 def _item_ids(message: StoredMessage) -> list[str]:

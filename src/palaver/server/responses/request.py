@@ -47,7 +47,7 @@ from palaver.server.responses.schemas import (
     TextFormat,
 )
 from palaver.server.settings import ServerSettings
-from palaver.store import NotFound, StoredMessage
+from palaver.store import Blob, NotFound, StoredMessage
 from palaver.store.encoding import ALTERNATIVES
 
 FIELD_NAMES = {
@@ -359,34 +359,49 @@ async def load_items(chat: ServerChat, messages: Sequence[StoredMessage]) -> lis
     return [item for stored, message in loaded for item in message_items(stored.id, stored.role, message.parts)]
 
 
+def media_bytes(message: StoredMessage) -> int:
+    return sum(part.size for part in message.parts if isinstance(part, Blob))
+
+
 async def resolve_references(
-    chat: ServerChat, items: Sequence[InputItem] | str | None
+    chat: ServerChat, items: Sequence[InputItem] | str | None, max_bytes: int
 ) -> Sequence[InputItem] | str | None:
-    """Replaces item references by the stored items that they name, and gives stored calls their ids."""
+    """Replaces item references by the stored items that they name, and gives stored calls their ids. `max_bytes`: of
+    the media of these items. References are short: without a limit, one request could load any number of files."""
     if items is None or isinstance(items, str):
         return items
-    return [await _resolve_reference(chat, f"input[{index}]", item) for index, item in enumerate(items)]
+    resolved: list[InputItem] = []
+    for index, item in enumerate(items):
+        found, size = await _resolve_reference(chat, f"input[{index}]", item, max_bytes)
+        resolved.append(found)
+        max_bytes -= size
+    return resolved
 
 
-async def _resolve_reference(chat: ServerChat, where: str, item: InputItem) -> InputItem:
+async def _resolve_reference(chat: ServerChat, where: str, item: InputItem, max_bytes: int) -> tuple[InputItem, int]:
+    """The item, and the bytes of the media that were loaded for it."""
     if item.type == "mcp_call" and (match := _CALL_ID.fullmatch(item.id or "")):
         with suppress(NotFound):
             reply, round = await chat.message(match[1]), await chat.tool_round(match[1])
             ids = [call.call_id for call in round.calls if call.position == int(match[2])] if round is not None else []
             for part in reply.parts:
                 if isinstance(part, ToolCall) and part.id in ids:
-                    return item.model_copy(update={"call_id": part.id, "name": part.name, "arguments": part.arguments})
-        return item
+                    named = {"call_id": part.id, "name": part.name, "arguments": part.arguments}
+                    return item.model_copy(update=named), 0
+        return item, 0
     if item.type != "item_reference" and not (item.type is None and item.role is None and item.id is not None):
-        return item
+        return item, 0
     id = item.id or ""
     try:
         stored = await _stored_message(chat, id)
     except NotFound:
         raise BadParameter(f"{where}.id", id[:80], "there is no such item") from None
+    size = media_bytes(stored)
+    if size > max_bytes:
+        raise BadParameter(f"{where}.id", id[:80], "the media of the items that are referred to are too large together")
     for value in await load_items(chat, [stored]):
         if value["id"] == id:
-            return InputItem.model_validate(value)
+            return InputItem.model_validate(value), size
     raise BadParameter(f"{where}.id", id[:80], "there is no such item")
 
 

@@ -356,7 +356,7 @@ async def _resolve(
     chat: ServerChat, model: Model, body: ResponseRequest, owner: str, state: ServerState, stored: bool = False
 ) -> tuple[ChatRequest, ChatHistory, ResponseTarget]:
     """The request as a chat request, its messages, and the branch that they continue."""
-    items = await resolve_references(chat, body.input)
+    items = await resolve_references(chat, body.input, state.settings.limits.body_bytes)
     converted = InputMessages() if only_instructions(body) else convert_input(items)
     chat_request = to_chat_request(body, converted.messages)
     if stored:
