@@ -54,6 +54,8 @@ async def test_pasted_bytes_that_are_not_utf_8_are_replaced() -> None:
         prompt = open_prompt(input)
         input.send_bytes(b"caf\xe9 \xc3\xa9\r")
         assert await prompt.read() == TypedLine("caf\ufffd é")
+        input.send_bytes(b"{\xe9}\r")
+        assert await prompt.ask("Arguments:") == "{\ufffd}"
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a full disk is a file of Linux")

@@ -199,15 +199,14 @@ class PromptLine:
         self._editing.last = last
         self._editing.edited_id = initial.edited_id if initial else None
         text = await self._session.prompt_async(default=initial.text if initial else "", handle_sigint=False)
-        text = text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")  # bytes that are not UTF-8
-        return TypedLine(text, self._editing.edited_id)
+        return TypedLine(_replace_bytes(text), self._editing.edited_id)
 
     async def ask(self, question: str) -> str:
         """Asks; a question that is longer than a line is broken between words."""
         width = max(1, self._output.get_size().columns - ROOM_FOR_ANSWER)
         shown = "\n".join(textwrap.wrap(question, width, replace_whitespace=False))
         try:
-            return await self._question_session.prompt_async(f"{shown} ", handle_sigint=False)
+            return _replace_bytes(await self._question_session.prompt_async(f"{shown} ", handle_sigint=False))
         except KeyboardInterrupt:
             raise EOFError from None
 
@@ -227,6 +226,11 @@ class PromptLine:
 
     def _is_command(self) -> bool:
         return self._session.default_buffer.text.startswith("/")
+
+
+def _replace_bytes(text: str) -> str:
+    """The text with U+FFFD for bytes that are not UTF-8."""
+    return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
 def key_bindings(editing: EditState, stopped_at: Callable[[], float], on_toggle: Callable[[], None]) -> KeyBindings:
