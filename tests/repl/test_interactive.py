@@ -72,10 +72,10 @@ async def test_warnings_are_notes_on_the_screen(tmp_path: Path, capsys: pytest.C
         session.session.screen.note = shown.append  # type: ignore[method-assign, assignment]
         log = logging.getLogger("palaver.engines")
         with log_to_screen(session.session):
-            await asyncio.to_thread(log.warning, "the engine was started again")
+            await asyncio.to_thread(log.warning, "the engine was started again\x1b]0;owned\x07")
             await asyncio.wait_for(_until(lambda: bool(shown)), 10)
         log.warning("nobody is at the terminal")
-    assert shown == ["the engine was started again"]
+    assert shown == ["the engine was started again␛]0;owned␇"], "no escape sequences of others"
     assert "started again" not in capsys.readouterr().err
 
 

@@ -38,6 +38,7 @@ from palaver.repl.commands.thinking import toggle
 from palaver.repl.input import DOUBLE_PRESS_SECONDS, KeyActions, LastMessage, ReplyDropped, TypedLine
 from palaver.repl.status import first_screen, loading_line, ready_lines
 from palaver.repl.terminal_mode import KeyMode
+from palaver.repl.text import sanitize
 from palaver.repl.typeahead import ENTER, keep_typed_ahead, watch_keys
 
 if TYPE_CHECKING:
@@ -127,7 +128,7 @@ class ScreenHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """May be called from any thread."""
         with suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(self._start, self.format(record), context=self._context)
+            self._loop.call_soon_threadsafe(self._start, sanitize(self.format(record)), context=self._context)
 
     def _start(self, text: str) -> None:
         task = self._loop.create_task(self._show(text))
