@@ -15,7 +15,7 @@ from uuid import uuid4
 from rich.text import Text
 
 from palaver.chat.interface import Chat, ModelCard, ModelState
-from palaver.errors import ContextOverflow, PalaverError, RequestError
+from palaver.errors import ContextOverflow, ModelError, PalaverError, RequestError
 from palaver.events import Failed
 from palaver.messages import Message, Part, Role
 from palaver.messages import Text as TextPart
@@ -470,12 +470,11 @@ class Session:
 
 
 def _is_unsent(error: BaseException) -> bool:
-    """Whether a message that failed with this error could be sent as it is. A prompt that is too long has choices."""
+    """Whether a message that failed with this error could be sent as it is. Where the model fails, a command comes
+    first: its line must be empty. A prompt that is too long has choices."""
     if isinstance(error, RequestError):
         return isinstance(error, NotFound | Conflict)
-    return isinstance(error, Interrupted) or (
-        isinstance(error, PalaverError) and not isinstance(error, ContextOverflow)
-    )
+    return isinstance(error, Interrupted) or (isinstance(error, PalaverError) and not isinstance(error, ModelError))
 
 
 async def run(chat: Chat, settings: SessionSettings) -> bool:
