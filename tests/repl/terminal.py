@@ -14,7 +14,7 @@ import pexpect
 import pyte
 
 ENTER, ALT_ENTER, UP, TAB = "\r", "\x1b\r", "\x1b[A", "\t"
-CTRL_C, CTRL_D, CTRL_L, CTRL_R, CTRL_T, CTRL_U, CTRL_BACKSLASH = "\x03", "\x04", "\x0c", "\x12", "\x14", "\x15", "\x1c"
+CTRL_C, CTRL_D, CTRL_L, CTRL_R, CTRL_T, CTRL_BACKSLASH = "\x03", "\x04", "\x0c", "\x12", "\x14", "\x1c"
 MARK = "›"
 TIMEOUT = 180.0
 HANGUP_TIMEOUT = 10.0
