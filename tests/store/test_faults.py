@@ -209,6 +209,17 @@ def test_a_connection_that_the_server_closed_is_replaced(place: StoreLocation) -
         assert add_message(store, id, message.id, "after").text == "after"
 
 
+def test_a_connection_that_is_given_back_after_the_end_is_closed(place: StoreLocation) -> None:
+    with place.open() as store:
+        reading = store.database.snapshot()
+        driver = reading.__enter__().connection.driver_connection
+    assert driver is not None
+    driver.execute("SELECT 1").close()
+    reading.__exit__(None, None, None)
+    with pytest.raises(Exception, match="closed"):
+        driver.execute("SELECT 1")
+
+
 def _terminate_connections(database: URL) -> None:
     engine = create_engine(database.set(drivername="postgresql+psycopg", database="postgres"))
     connections = f"FROM pg_stat_activity WHERE datname = '{database.database}'"

@@ -151,12 +151,15 @@ class Database:
         self._lock_timeout = lock_timeout
         self.is_sqlite = self.url.get_backend_name() == "sqlite"
         self._writers = _WriterQueue()
+        self._closed = False
         self.deliver: Callable[[list[str]], None] | None = None
         """Delivers notifications of committed transactions to other processes. See `notifications.py`."""
         self.engine = self._sqlite_engine() if self.is_sqlite else self._postgres_engine("on")
         self._checkpointer = _Checkpointer(self.engine) if self.is_sqlite else None
         self._statements = self.engine if self.is_sqlite else self._postgres_engine("off", "AUTOCOMMIT")
         """Runs statements that are a transaction each: on PostgreSQL they cost one message instead of three."""
+        for engine in {self.engine, self._statements}:
+            event.listen(engine, "checkin", self._close_late)
 
     @property
     def path(self) -> Path:
@@ -255,6 +258,7 @@ class Database:
             _log.warning("other processes were not notified: %s", error)
 
     def close(self) -> None:
+        self._closed = True
         if self._checkpointer is not None:
             self._checkpointer.close()
         self.engine.dispose()
@@ -295,6 +299,12 @@ class Database:
             raise Unreachable("PostgreSQL needs its driver: pip install 'palaver[postgres]'.") from None
         event.listen(engine, "checkout", _check_connected)
         return engine
+
+    def _close_late(self, connection: Any, *_: object) -> None:
+        """A connection that another thread gives back after `close` stays open in the old pool, which nothing closes
+        again. `connection`: None where it failed."""
+        if self._closed and connection is not None:
+            connection.close()
 
 
 def _check_connected(connection: Any, *_: object) -> None:
