@@ -537,9 +537,10 @@ def test_prompts_beside_rows(name: str | None, begun: int) -> None:
 
 @pytest.mark.usefixtures("greedy")
 @torch.inference_mode()
-def test_rows_that_follow_each_other_in_one_text() -> None:
+@pytest.mark.parametrize("exact", [True, False])
+def test_rows_that_follow_each_other_in_one_text(exact: bool) -> None:
     """Drafts are verified: rows across a tile of attention, beside another text."""
-    case = Case(True)
+    case = Case(exact)
     drafted, _ = case.torch_logits(63)
     other, expected_other = case.torch_logits(9)
     expected = [case.torch_logits(length)[1] for length in range(63, 66)]
