@@ -182,7 +182,10 @@ def _read(lines: Sequence[tuple[float, bytes]], seconds: float) -> Answer:
         if thought or content:
             times.append(at)
             texts.append(content or "")
-    return Answer(times[0], seconds, counted or len(times), "".join(texts), tuple(times), conversation)
+    if not (times or counted):
+        raise RuntimeError(f"a reply without a token: {lines[-1:]}")
+    first = times[0] if times else seconds
+    return Answer(first, seconds, counted or len(times), "".join(texts), tuple(times), conversation)
 
 
 SMALL_QWEN3 = {
@@ -261,7 +264,7 @@ async def started(stack: AsyncExitStack, name: str, command: Sequence[str], port
         try:
             await peer.ask([{"role": "user", "content": "What is 12 + 30?"}], 64)
             return peer
-        except (OSError, RuntimeError, IndexError) as error:
+        except (OSError, RuntimeError) as error:
             if process.poll() is not None or time.monotonic() > end:
                 raise RuntimeError(f"{name} didn't start: {error} {log.read_text()[-800:]}") from error
             await asyncio.sleep(0.5)
