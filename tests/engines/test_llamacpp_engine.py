@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import threading
 import time
 import weakref
@@ -32,12 +33,15 @@ from palaver.gguf import read_gguf
 from palaver.models.resolver import resolve_folder
 from palaver.sampling import Sampling
 from tests.adapter_files import write_peft_adapter
+from tests.engines import tiny
 from tests.engines.generate import Run, continued, run
 from tests.gguf_files import (
     CONTROL,
     NORMAL,
     convert_adapter,
     convert_qwen3,
+    decoder_metadata,
+    decoder_tensors,
     make_mamba,
     qwen3_metadata,
     qwen3_tensors,
@@ -239,6 +243,33 @@ async def test_shared_cells_evict_and_refuse(opens: Opens, sprout: Path) -> None
     assert [len(out.ids) for out in outs] == [12] * 4
     with pytest.raises((CacheFull, ContextOverflow)):
         await run(engine, prompt_of("z" * 2000), GREEDY)
+
+
+@pytest.mark.parametrize("options", [{"max_running": 6}, {"cache_bytes": 600_000}], ids=["own cells", "shared cells"])
+async def test_a_window_that_has_moved_is_not_cut(
+    options: dict[str, Any], folder_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """llama.cpp drops keys that layers with a window no longer see: from saved states, and where others need cells."""
+    folder, tokens = folder_of("gemma3"), [*(chr(300 + number) for number in range(tiny.SIZE))]
+    kinds = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": [NORMAL] * len(tokens)}
+    names = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "qwen2", "tokenizer.ggml.merges": ["a b"]}
+    path = write_gguf(tmp_path / "gemma.gguf", decoder_metadata(folder) | kinds | names, decoder_tensors(folder))
+    chance, settings = random.Random(3), Sampling(temperature=0, max_tokens=1, logprobs=2, banned_ids=(tiny.END,))
+    texts = [tuple(chance.randrange(256) for _ in range(length)) for length in (200, 200, 200, 200, 290)]
+    cut = [(*text[:end], 7, 8) for end in (150, 50, 60) for text in texts]
+    engine, alone = (
+        load(path, vocabulary=tiny.VOCABULARY, options=EngineOptions(threads=1, context=512, **given))
+        for given in (options, {"max_running": 1})
+    )
+    cached = 0
+    for number, text in enumerate((*texts, *cut)):
+        reply = await run(engine, Prompt(text), settings)
+        fresh = await run(alone, Prompt(text, owner=str(number)), settings)
+        assert reply.steps[0].logprob == pytest.approx(fresh.steps[0].logprob, abs=0.05)
+        cached += len(text) - new_tokens(reply)
+    assert cached > 600, "what can be cut is used"
+    for one in (engine, alone):
+        await one.close()
 
 
 @pytest.mark.parametrize("exact", [False, True])

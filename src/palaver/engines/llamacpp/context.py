@@ -142,6 +142,8 @@ class Context:
         self._places: list[_NativeContext | None] = [None] * (settings.sequences if settings.separate else 1)
         """The llama.cpp contexts, once they are used."""
         self._arrays = _BatchArrays(settings.sequences)
+        self._window: int = self._library.llama_model_n_swa(model.pointer)
+        """How many of the last tokens some layers see; 0: all layers see all."""
         self._shifts: dict[int, list[tuple[int, int]]] = {}
         """For sequences with media whose positions differ from the places of their tokens: the place behind each item,
         and what is added to a place from there on."""
@@ -307,6 +309,22 @@ class Context:
         if cut and sequence in self._shifts:
             self._set_shifts(sequence, [pair for pair in self._shifts[sequence] if pair[0] <= tokens])
         return cut
+
+    def can_truncate(self, sequence: int, tokens: int, copied: bool = False) -> bool:
+        """Whether a sequence, or a copy of it, still has all that layers with a window see behind the first `tokens`:
+        llama.cpp gives the cells of tokens that are out of sight to others."""
+        if not self._window or not self._is_open(sequence):
+            return True
+        if copied and self.settings.separate:
+            length = self.length(sequence)
+            return tokens == length or self.saves_all(length)
+        place, number = self._locate(sequence)
+        first = int(self._library.llama_memory_seq_pos_min(place.memory, number))
+        return first <= max(0, self._position(sequence, tokens) - self._window + 1)
+
+    def saves_all(self, tokens: int) -> bool:
+        """Whether the saved state of so many tokens can be cut: of layers with a window it has what is in sight."""
+        return not self._window or tokens <= self._window
 
     def copy(self, source: int, target: int) -> None:
         """Copies a whole sequence to an empty one: parts of a sequence can't be copied everywhere."""

@@ -36,6 +36,10 @@ class SequenceMemory(Protocol):
 
     def truncate(self, sequence: int, tokens: int) -> bool: ...
 
+    def can_truncate(self, sequence: int, tokens: int, copied: bool = False) -> bool: ...
+
+    def saves_all(self, tokens: int) -> bool: ...
+
     def copy(self, source: int, target: int) -> None: ...
 
     def save(self, sequence: int) -> Bytes: ...
@@ -243,7 +247,12 @@ class SequenceCache:
 
     def _usable(self, entry: _Entry, tokens: int) -> int:
         """How many of the first tokens can be used: all or none of a state that can't be cut."""
-        return tokens if self._truncates or tokens == len(entry.tokens) else 0
+        if self._truncates and isinstance(entry, CachedSequence):
+            usable = self._memory.can_truncate(entry.id, tokens, copied=entry.running)
+        else:
+            whole = tokens == len(entry.tokens)
+            usable = whole or (self._truncates and self._memory.saves_all(len(entry.tokens)))
+        return tokens if usable else 0
 
     def _entries(self) -> Iterator[_Entry]:
         """In the order in which they are preferred: idle slots, saved states, running slots, files."""
@@ -341,7 +350,7 @@ class SequenceCache:
         """Drops saved states that a slot contains: the slot is about to be saved with more tokens."""
         for entry in list(self._saved):
             contained = entry.space == slot.space and common_prefix(entry.tokens, slot.tokens) == len(entry.tokens)
-            if self._truncates and contained:
+            if self._truncates and contained and self._memory.saves_all(len(slot.tokens)):
                 self._saved.remove(entry)
                 for name, used in entry.uses.items():
                     slot.add_use(name, used)
