@@ -232,6 +232,8 @@ def test_drafts_of_a_model_are_as_long_as_pays() -> None:
 def test_it_is_refused_where_it_can_not_be_used(tmp_path: Path, folder_of: Callable[[str], Path]) -> None:
     with pytest.raises(BadParameter, match="no such file or folder"):
         LoadOptions(draft_model=tmp_path / "missing")
+    with pytest.raises(BadParameter, match="--no-drafts"):
+        LoadOptions(draft_model=SPROUT, drafts=False)
     sprout = LoadOptions(draft_model=SPROUT, engine="vllm")
     with pytest.raises(BadParameter, match="--draft-model"):
         check_engine_options(resolve_model(str(SPROUT)), sprout)

@@ -127,6 +127,8 @@ class LoadOptions:
             raise BadParameter("--mmproj", str(self.mmproj), "there is no such file")
         if self.draft_model is not None and not self.draft_model.exists():
             raise BadParameter("--draft-model", str(self.draft_model), "there is no such file or folder")
+        if self.draft_model is not None and self.drafts is False:
+            raise BadParameter("--draft-model", str(self.draft_model), "--no-drafts switches its drafts off")
 
 
 def is_address(engine: str) -> bool:
