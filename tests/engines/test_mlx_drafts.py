@@ -135,6 +135,34 @@ async def test_a_draft_model_drafts_where_nothing_repeats(start: Starts, monkeyp
     assert not drafter._texts
 
 
+async def test_a_failed_pass_of_the_draft_model_costs_one_draft(start: Starts, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DraftLookup, "propose", lambda *_: ())
+    engine = start(drafts=True, draft_model="qwen3")
+    drafter: Any = engine._runner.draft_model
+    errors: list[Exception] = []
+    passes, logits, propose = [], drafter._runner._model.logits, drafter.propose
+
+    def fail_once(*given: Any) -> Any:
+        passes.append(given)
+        if len(passes) == 12:
+            raise RuntimeError("once")
+        return logits(*given)
+
+    def note_errors(*given: Any) -> Any:
+        try:
+            return propose(*given)
+        except Exception as error:
+            errors.append(error)
+            raise
+
+    monkeypatch.setattr(drafter._runner._model, "logits", fail_once)
+    monkeypatch.setattr(drafter, "propose", note_errors)
+    settings = Sampling(temperature=0, max_tokens=120, banned_ids=(tiny.END,))
+    await run(engine, Prompt(tuple(b"A text that repeats nothing")), settings)
+    assert [str(error) for error in errors] == ["once"]
+    assert engine.statistics.accepted_tokens > 50
+
+
 async def test_drafts_are_refused_where_they_can_not_be_verified(start: Starts) -> None:
     with pytest.raises(BadParameter, match="--draft-model"):
         start(draft_model="qwen3")

@@ -69,12 +69,12 @@ class CacheEntry:
         return common if whole or self.state is None or self.state.can_truncate else 0
 
     def truncate(self, tokens: int) -> None:
-        """Cuts tokens, logits and uses, and the state, which must allow it."""
+        """Cuts tokens, logits and uses, and the state, which must allow it. After a failed pass it may have fewer."""
         self.tokens = self.tokens[:tokens]
         self.logits = {length: row for length, row in self.logits.items() if length <= tokens}
         self.uses = {name: min(used, tokens) for name, used in self.uses.items()}
         if self.state is not None:
-            self.state.truncate(tokens)
+            self.state.truncate(min(tokens, self.state.length))
 
 
 class StateCache:
