@@ -14,7 +14,7 @@ pytest.importorskip("xllamacpp", reason="NOTHING IS SHOWN HERE: xllamacpp is not
 from palaver.chat.engine_choice import LoadOptions
 from palaver.engines.base import BY_BATCH, Fingerprint
 from palaver.engines.core.options import EngineOptions
-from palaver.engines.core.speculation import DraftLookup, PassCosts
+from palaver.engines.core.speculation import DraftLookup
 from palaver.engines.llamacpp.engine import LlamaEngine, load
 from palaver.engines.llamacpp.runner import LlamaRunner
 from palaver.errors import BadParameter
@@ -23,7 +23,8 @@ from palaver.generation import Prompt
 from palaver.gguf import read_gguf
 from palaver.models.resolver import resolve_folder
 from palaver.sampling import Sampling
-from tests.engines.generate import Run, continued, run
+from tests.engines.drafts import count_same, make_free
+from tests.engines.generate import continued, run
 from tests.gguf_files import convert_qwen3, make_mamba
 
 END = 2
@@ -55,10 +56,7 @@ async def opens(sprout: Path) -> AsyncIterator[Opens]:
 
 @pytest.fixture
 def free_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drafts wherever there is a match, however busy the machine is."""
-    monkeypatch.setattr(PassCosts, "extra", lambda *_: 0.0)
-    monkeypatch.setattr(PassCosts, "drafting", lambda *_: 0.01)
-    monkeypatch.setattr(PassCosts, "record_drafting", lambda *_: None)
+    make_free(monkeypatch)
 
 
 def cases(seed: int, count: int) -> list[tuple[Prompt, Sampling]]:
@@ -73,21 +71,6 @@ def cases(seed: int, count: int) -> list[tuple[Prompt, Sampling]]:
     return [case(number) for number in range(count)]
 
 
-def assert_same(one: Run, other: Run) -> None:
-    """Up to the first token that rounding decided, log-probabilities are the same but for rounding."""
-    for mine, theirs in zip(one.steps, other.steps, strict=False):
-        if mine.token_id != theirs.token_id:
-            return
-        assert mine.logprob == pytest.approx(theirs.logprob, abs=ROUNDING)
-    assert len(one.ids) == len(other.ids)
-
-
-def count_same(ones: list[Run], others: list[Run]) -> int:
-    for pair in zip(ones, others, strict=True):
-        assert_same(*pair)
-    return sum(one.ids == other.ids for one, other in zip(ones, others, strict=True))
-
-
 @pytest.mark.usefixtures("free_drafts")
 async def test_replies_alone_together_and_continued(opens: Opens) -> None:
     plain, drafting, given = opens(), opens(drafts=True), cases(1, 12)
@@ -97,8 +80,8 @@ async def test_replies_alone_together_and_continued(opens: Opens) -> None:
     expected = [await run(plain, *case) for case in given]
     alone = [await run(drafting, *case) for case in given]
     together = await asyncio.gather(*(run(drafting, *case) for case in given))
-    assert count_same(alone, expected) >= 8
-    assert count_same(together, expected) >= 8
+    assert count_same(alone, expected, ROUNDING) >= 8
+    assert count_same(together, expected, ROUNDING) >= 8
     assert plain.statistics.draft_tokens == 0
     assert drafting.statistics.accepted_tokens > 100
 
@@ -137,8 +120,8 @@ async def test_a_draft_model_drafts_where_nothing_repeats(
     expected = [await run(plain, *case) for case in given]
     alone = [await run(drafting, *case) for case in given]
     together = await asyncio.gather(*(run(drafting, *case) for case in given))
-    assert count_same(alone, expected) >= 5
-    assert count_same(together, expected) >= 5
+    assert count_same(alone, expected, ROUNDING) >= 5
+    assert count_same(together, expected, ROUNDING) >= 5
     statistics = drafting.statistics
     assert statistics.accepted_tokens > statistics.draft_tokens / 3 > 30, "it is the model itself"
 

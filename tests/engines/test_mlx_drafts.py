@@ -18,16 +18,18 @@ if not is_installed():
 from palaver.engines.base import BY_BATCH, BY_TEXT
 from palaver.engines.core.engine import LocalEngine
 from palaver.engines.core.options import EngineOptions
-from palaver.engines.core.speculation import DraftLookup, PassCosts
+from palaver.engines.core.speculation import DraftLookup
 from palaver.engines.mlx.engine import load
 from palaver.engines.mlx.runner import MLXRunner
 from palaver.errors import BadParameter
 from palaver.generation import Prompt
 from palaver.sampling import Sampling
 from tests.engines import tiny
-from tests.engines.generate import Run, continued, run
+from tests.engines.drafts import count_same, make_free
+from tests.engines.generate import continued, run
 
 REPEATED = tuple(b"one two three four five six seven, " * 4)
+ROUNDING = 1e-3
 Starts = Callable[..., LocalEngine]
 
 
@@ -47,10 +49,7 @@ async def start(folder_of: Callable[[str], Path]) -> AsyncIterator[Starts]:
 
 @pytest.fixture(autouse=True)
 def free_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drafts wherever there is a match, however busy the machine is."""
-    monkeypatch.setattr(PassCosts, "extra", lambda *_: 0.0)
-    monkeypatch.setattr(PassCosts, "drafting", lambda *_: 0.01)
-    monkeypatch.setattr(PassCosts, "record_drafting", lambda *_: None)
+    make_free(monkeypatch)
 
 
 def cases(seed: int, count: int) -> list[tuple[Prompt, Sampling]]:
@@ -92,17 +91,8 @@ async def test_drafts_up_to_rounding(start: Starts) -> None:
     alone = [await run(drafting, *case) for case in given]
     together = await asyncio.gather(*(run(drafting, *case) for case in given))
     for replies in (alone, together):
-        assert sum(assert_close(one, other) for one, other in zip(replies, expected, strict=True)) >= 6
+        assert count_same(replies, expected, ROUNDING) >= 6
     assert drafting.statistics.accepted_tokens > 20
-
-
-def assert_close(one: Run, other: Run) -> bool:
-    """Up to the first token that rounding decided. Returns whether there is none."""
-    for mine, theirs in zip(one.steps, other.steps, strict=False):
-        if mine.token_id != theirs.token_id:
-            return False
-        assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-3)
-    return len(one.ids) == len(other.ids)
 
 
 async def test_rejected_tokens_are_not_in_the_cache(start: Starts) -> None:
@@ -115,7 +105,7 @@ async def test_rejected_tokens_are_not_in_the_cache(start: Starts) -> None:
         assert after.prefilled is not None
         assert after.prefilled.cached_tokens == len(text) - 1
         fresh = await run(engine, Prompt((*text, 65, 66), owner="b"), last)
-        assert after.steps[0].logprob == pytest.approx(fresh.steps[0].logprob, abs=1e-3)
+        assert after.steps[0].logprob == pytest.approx(fresh.steps[0].logprob, abs=ROUNDING)
 
 
 async def test_a_draft_model_drafts_where_nothing_repeats(start: Starts, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,7 +116,7 @@ async def test_a_draft_model_drafts_where_nothing_repeats(start: Starts, monkeyp
     alone = [await run(drafting, *case) for case in given]
     together = await asyncio.gather(*(run(drafting, *case) for case in given))
     for replies in (alone, together):
-        assert sum(assert_close(one, other) for one, other in zip(replies, expected, strict=True)) >= 4
+        assert count_same(replies, expected, ROUNDING) >= 4
     assert drafting.statistics.accepted_tokens > drafting.statistics.draft_tokens / 3 > 30
     drafter: Any = drafting._runner.draft_model
     assert isinstance(drafter._runner, MLXRunner)

@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 
 from palaver.engines.base import BY_BATCH
-from palaver.engines.core.speculation import DraftLookup, PassCosts
+from palaver.engines.core.speculation import DraftLookup
 from palaver.engines.torch import EngineOptions, TorchEngine, load
 from palaver.errors import BadParameter
 from palaver.generation import Prompt
 from palaver.sampling import Sampling
 from tests.engines import tiny
-from tests.engines.generate import Run, continued, run
+from tests.engines.drafts import count_same, make_free
+from tests.engines.generate import continued, run
 
 REPEATED = tuple(b"one two three four five six seven, " * 4)
 ROUNDING = 1e-3
@@ -40,10 +41,7 @@ async def start(folder_of: Callable[[str], Path]) -> AsyncIterator[Starts]:
 
 @pytest.fixture
 def free_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drafts wherever there is a match, however busy the machine is."""
-    monkeypatch.setattr(PassCosts, "extra", lambda *_: 0.0)
-    monkeypatch.setattr(PassCosts, "sampling", lambda *_: 0.0)
-    monkeypatch.setattr(PassCosts, "record_drafting", lambda *_: None)
+    make_free(monkeypatch)
 
 
 def cases(seed: int, count: int) -> list[tuple[Prompt, Sampling]]:
@@ -56,15 +54,6 @@ def cases(seed: int, count: int) -> list[tuple[Prompt, Sampling]]:
     same = Sampling(temperature=0, max_tokens=40, logprobs=1, logit_bias=((ord("a"), 90.0),))
     drawn = [(Prompt(REPEATED[: chance.randint(9, 130)]), chance.choice(settings)) for _ in range(count - 1)]
     return [*drawn, (Prompt(tuple(b"always the same")), same)]
-
-
-def is_same(one: Run, other: Run) -> bool:
-    """Up to the first token that rounding decided, log-probabilities are the same but for rounding."""
-    for mine, theirs in zip(one.steps, other.steps, strict=False):
-        if mine.token_id != theirs.token_id:
-            return False
-        assert mine.logprob == pytest.approx(theirs.logprob, abs=ROUNDING)
-    return len(one.ids) == len(other.ids)
 
 
 @pytest.mark.usefixtures("free_drafts")
@@ -81,7 +70,7 @@ async def test_replies_alone_together_and_continued(family: str, ahead: bool, st
     alone = [await run(drafting, *case) for case in given]
     together = await asyncio.gather(*(run(drafting, *case) for case in given))
     for replies in (alone, together):
-        assert sum(is_same(one, other) for one, other in zip(replies, expected, strict=True)) >= 7
+        assert count_same(replies, expected, ROUNDING) >= 7
     assert drafting.statistics.accepted_tokens > 20
 
     async def stop_and_go(prompt: Prompt, sampling: Sampling) -> list[int]:
@@ -98,14 +87,13 @@ async def test_a_draft_model_drafts_where_nothing_repeats(
 ) -> None:
     """It is the model itself, so it is right where tokens are the likeliest."""
     monkeypatch.setattr(DraftLookup, "propose", lambda *_: ())
-    monkeypatch.setattr(PassCosts, "drafting", lambda *_: 0.01)
     plain, drafting = start("qwen3"), start("qwen3", drafts=True, draft_model=folder_of("qwen3"))
     given = cases(4, 6)
     expected = [await run(plain, *case) for case in given]
     alone = [await run(drafting, *case) for case in given]
     together = await asyncio.gather(*(run(drafting, *case) for case in given))
     for replies in (alone, together):
-        assert sum(is_same(one, other) for one, other in zip(replies, expected, strict=True)) >= 5
+        assert count_same(replies, expected, ROUNDING) >= 5
     assert drafting.statistics.accepted_tokens > drafting.statistics.draft_tokens / 3 > 30
 
 
