@@ -263,6 +263,7 @@ class MLXRunner:
         for sequence in sequences:
             sequence.computed_tokens += 1
         self._drafted.update(sequences)
+        self._count()
         return HostLogits(np.concatenate(rows))
 
     def _drop_rejected(self) -> None:
